@@ -1,0 +1,41 @@
+"""ToRSh Trainer: one training loop on whatever engine the user names."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Trainer": "torsh_trainer.trainer",
+    "Task": "torsh_trainer.task",
+    "DataSource": "torsh_trainer.task",
+    "Mean": "torsh_trainer.task",
+    "Loading": "torsh_trainer.data.loading",
+    "OptimizerSpec": "torsh_trainer.optimizers",
+    "Precision": "torsh_trainer.precision",
+    "CheckpointOptions": "torsh_trainer.checkpoint.base",
+    "CommOptions": "torsh_trainer.comm.base",
+    "Callback": "torsh_trainer.callbacks.base",
+    "Auto": "torsh_trainer.strategies.auto",
+    "Single": "torsh_trainer.strategies.single",
+    "DP": "torsh_trainer.strategies.dp",
+    "DDP": "torsh_trainer.strategies.ddp",
+    "FSDP": "torsh_trainer.strategies.fsdp",
+    "Inline": "torsh_trainer.launchers.inline",
+    "Local": "torsh_trainer.launchers.local",
+    "TorshError": "torsh_trainer.errors",
+}
+__all__ = ["__version__", *sorted(_PUBLIC)]
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load on first use, so that the door answers --help without importing torch."""
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    raise AttributeError(f"module 'torsh_trainer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,122 @@
+"""The contract of a callback: it receives values, never the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.world import World
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Facts about a run, known before its first step.
+
+    ``units_per_sample``/``unit`` turn samples into tokens for throughput. ``flops_per_sample`` and
+    ``peak_flops`` (of all devices together, per second) are None when unknown. ``config`` is the
+    resolved configuration (plain dicts) or what the library was given. ``max_steps`` None means
+    that epochs or time bound the run; ``steps_per_epoch`` None that the data has no length.
+    """
+
+    run_dir: Path | None
+    world: World
+    strategy: str
+    backend: str
+    precision: str
+    device: str
+    batch_size: int
+    micro_batch_size: int
+    accumulate: int
+    max_steps: int | None
+    steps_per_epoch: int | None
+    first_step: int
+    parameters: int
+    trainable_parameters: int
+    unit: str = "samples"
+    units_per_sample: float = 1.0
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None
+    threads: int = 1
+    model_summary: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class StepReport:
+    """One step that is done. ``step`` counts from 1; ``samples`` is the total consumed so far.
+
+    ``metrics`` is None on most steps. On a step that is logged (every ``trainer.log_every``, the
+    first and the last) it holds plain numbers, the same on every rank, with at least: ``loss``
+    (mean over the global batches since the last report), ``lr``, ``grad_norm``,
+    ``samples_per_s``, ``data_wait_s`` and ``step_s`` (means a step since the last report), and
+    ``skipped`` (steps skipped since the start).
+    """
+
+    __slots__ = ("epoch", "metrics", "samples", "step")
+
+    def __init__(
+        self, step: int, epoch: int, samples: int, metrics: Mapping[str, float] | None
+    ) -> None:
+        self.step = step
+        self.epoch = epoch
+        self.samples = samples
+        self.metrics = metrics
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """The metrics of an evaluation: ``split`` is eval or test; ``metrics`` are plain numbers."""
+
+    split: str
+    step: int
+    epoch: int
+    samples: int
+    metrics: Mapping[str, float]
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A checkpoint that is complete on disk."""
+
+    step: int
+    path: str
+    wall_s: float
+
+
+class Callback:
+    """Hooks of a run; every method does nothing unless overridden. Called on every rank.
+
+    A callback that writes files or speaks to the user returns early unless
+    ``info.world.is_main`` (see ``MainOnly``). ``on_step`` runs each step: it must be cheap.
+    """
+
+    def on_start(self, info: RunInfo) -> None:
+        """Before the first step."""
+
+    def on_step(self, report: StepReport) -> bool | None:
+        """After each step; True asks the run to stop, here or on any rank."""
+
+    def on_evaluate(self, report: EvaluationReport) -> bool | None:
+        """After an evaluation; True asks the run to stop."""
+
+    def on_save(self, report: SaveReport) -> None:
+        """After a checkpoint is complete."""
+
+    def on_error(self, error: BaseException) -> None:
+        """When the run fails; ``on_end`` does not follow."""
+
+    def on_end(self, result: Mapping[str, Any]) -> None:
+        """After the last step, with the content of result.json."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint: plain values and tensors."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what ``state_dict`` gave."""
+
+
+class MainOnly(Callback):
+    """A callback that lives on rank 0 alone; the loop leaves it out on every other rank."""

@@ -1,0 +1,145 @@
+"""The contract of a communicator: how the processes of one job exchange values."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.world import World
+
+Reduction = Literal["sum", "mean", "min", "max", "product"]
+BackendName = Literal["auto", "nccl", "gloo", "mpi"]
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """Knobs of the process group.
+
+    ``backend`` auto is nccl beside CUDA devices and gloo elsewhere. ``timeout_s`` bounds every
+    collective. ``network_interface`` names the interface for NCCL and gloo (``eth0``).
+    ``on_missing`` says what to do when the backend asked for is not available here.
+    """
+
+    backend: BackendName = "auto"
+    timeout_s: float = 1800.0
+    network_interface: str | None = None
+    on_missing: Literal["error", "fallback"] = "error"
+
+    def __post_init__(self) -> None:
+        if self.timeout_s <= 0:
+            raise ConfigError(
+                f"comm.timeout_s={self.timeout_s} is not positive", fix="the default is 1800"
+            )
+
+
+class Work(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> Any:
+        """Blocks until the operation's tensors hold its result."""
+
+
+class Communicator(abc.ABC):
+    """Collectives among the processes of a job, or of a part of it.
+
+    Every method is collective: all members call it in the same order; ``send`` and ``recv`` are
+    the exceptions. Tensors live on ``device`` (``place`` moves one there). Ranks are those within
+    this communicator. With ``async_op=True`` an operation returns a ``Work`` at once.
+    """
+
+    world: World
+    """This process's place among the members."""
+
+    device: torch.device
+    """Where tensors must be, and where this process computes."""
+
+    backend: str
+    """nccl, gloo, mpi, or ``local`` for a single process."""
+
+    process_group: Any
+    """The torch.distributed process group, or None where there is none."""
+
+    @abc.abstractmethod
+    def all_reduce(
+        self, tensor: Tensor, *, op: Reduction = "sum", async_op: bool = False
+    ) -> Work | None:
+        """Reduces ``tensor`` over all members, in place."""
+
+    @abc.abstractmethod
+    def reduce(self, tensor: Tensor, *, dst: int, op: Reduction = "sum") -> None:
+        """As ``all_reduce``, but only ``dst`` holds the result."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, *, src: int = 0, async_op: bool = False) -> Work | None:
+        """Every member's ``tensor`` becomes that of ``src``, in place."""
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all members, by rank; all of one shape and dtype."""
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, output: Tensor, tensors: Sequence[Tensor], *, op: Reduction = "sum"
+    ) -> None:
+        """``output`` becomes the reduction of everybody's ``tensors[rank]``."""
+
+    @abc.abstractmethod
+    def gather(self, tensor: Tensor, *, dst: int = 0) -> list[Tensor] | None:
+        """The tensors of all members on ``dst``, None elsewhere."""
+
+    @abc.abstractmethod
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, *, src: int = 0) -> None:
+        """``output`` becomes ``tensors[rank]`` of ``src``; the others pass None."""
+
+    @abc.abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """``outputs[i]`` becomes member i's ``inputs[rank]``."""
+
+    @abc.abstractmethod
+    def send(self, tensor: Tensor, *, dst: int) -> None:
+        """Sends to one member, which calls ``recv``."""
+
+    @abc.abstractmethod
+    def recv(self, tensor: Tensor, *, src: int) -> None:
+        """Receives from one member into ``tensor``."""
+
+    @abc.abstractmethod
+    def barrier(self) -> None:
+        """Returns once every member has called it."""
+
+    @abc.abstractmethod
+    def broadcast_object(self, value: Any, *, src: int = 0) -> Any:
+        """``src``'s value on every member; the value must pickle."""
+
+    @abc.abstractmethod
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every member's value, by rank; the values must pickle."""
+
+    @abc.abstractmethod
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator among ``ranks``; None on a process that is not among them.
+
+        Collective over all members of this communicator, in the same order everywhere.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Leaves the process group; calling it twice does no harm."""
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the device on which this communicator works."""
+        return tensor.to(self.device)
+
+    def reduce_values(self, values: Sequence[float], *, op: Reduction = "sum") -> list[float]:
+        """Python numbers reduced over all members in float64, returned to every one."""
+        if self.world.size == 1:
+            return [float(value) for value in values]
+        tensor = self.place(torch.tensor(values, dtype=torch.float64))
+        self.all_reduce(tensor, op=op)
+        return [float(value) for value in tensor.tolist()]

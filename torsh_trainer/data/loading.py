@@ -1,0 +1,45 @@
+"""Knobs of loading, and batch arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torsh_trainer.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How samples become batches (the shared knobs of the ``data`` group).
+
+    ``batch_size`` is the global batch: all processes, all accumulated micro-batches.
+    ``micro_batch_size`` is what one forward of one process sees. Of batch_size, micro_batch_size
+    and ``trainer.accumulate`` give any two (accumulate counts as 1 when only a batch size is
+    given). ``num_workers`` are loader processes for each training process; 0 loads in the loop.
+    ``drop_last`` leaves out the ragged tail of an epoch. ``seed_samples`` seeds the random numbers
+    that a dataset draws for a sample from (seed, epoch, sample id); null does so for map datasets
+    without ``__getitems__``. ``eval_batch_size`` (per process) null takes the micro-batch size.
+    """
+
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    eval_batch_size: int | None = None
+    shuffle: bool = True
+    weighted: bool = False
+    drop_last: bool = False
+    num_workers: int = 0
+    prefetch_factor: int = 2
+    pin_memory: bool | None = None
+    seed_samples: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "micro_batch_size", "eval_batch_size", "prefetch_factor"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"data.{name}={value} is not a positive number", fix="give 1 or more"
+                )
+        if self.num_workers < 0:
+            raise ConfigError(
+                f"data.num_workers={self.num_workers} is negative",
+                fix="give 0 to load in the training process",
+            )

@@ -1,0 +1,26 @@
+"""The contract of an environment: recognising a cluster by its variables."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torsh_trainer.world import World
+
+
+class Environment(abc.ABC):
+    """A way in which processes come to know their place (torchrun, SLURM, mpirun, ...)."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def world(self, env: Mapping[str, str]) -> World | None:
+        """This process's place, or None when the variables are not of this kind.
+
+        A pure function of ``env``: it opens no file and asks no network. ``World.reasons`` says
+        which variables decided, one line each: ``RANK=3 -> rank 3``.
+
+        Raises:
+            ConfigError: the variables are of this kind but contradict one another.
+        """

@@ -1,0 +1,42 @@
+"""The contract of a launcher: how the processes of a job come to be."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torsh_trainer.world import World
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What a launcher needs of the outside world, read once at the door.
+
+    ``found`` is the place that an environment (torchrun, SLURM, ...) already gave this process,
+    or None when the process stands alone. ``log_dir`` is where workers write ``rank-N.log``; None
+    leaves their output on the parent's.
+    """
+
+    env: Mapping[str, str]
+    found: World | None = None
+    log_dir: Path | None = None
+
+
+class Launcher(abc.ABC):
+    """Starts the processes of a job; subclasses are frozen dataclasses of knobs."""
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def launch(self, entry: Callable[..., Any], *args: Any, context: LaunchContext) -> Any:
+        """Calls ``entry(world, *args)`` in every process of the job; returns rank 0's answer.
+
+        The answer is plain data (it crosses processes). Arguments must pickle (cloudpickle).
+
+        Raises:
+            WorkerError: a worker raised, was killed or did not start; all others are stopped.
+            Interrupted: a signal asked the job to stop; all workers are stopped.
+        """

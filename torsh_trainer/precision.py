@@ -1,0 +1,88 @@
+"""Precision as a value: which dtype parameters, compute and gradient reduction have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torsh_trainer.errors import ConfigError
+
+DTypeName = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Loss scaling for fp16.
+
+    ``scale`` fixes the factor; None scales dynamically: start at ``initial_scale``, multiply by
+    ``backoff_factor`` after ``hysteresis`` overflows, by ``growth_factor`` after ``growth_interval``
+    steps without one, never below ``min_scale``. Defaults are those of torch.amp.GradScaler.
+    """
+
+    scale: float | None = None
+    initial_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    hysteresis: int = 1
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.growth_factor <= 1.0 or not 0.0 < self.backoff_factor < 1.0:
+            raise ConfigError(
+                f"precision.loss_scaling needs growth_factor > 1 and 0 < backoff_factor < 1, "
+                f"not {self.growth_factor} and {self.backoff_factor}",
+                fix="the defaults are 2.0 and 0.5",
+            )
+        for name in ("initial_scale", "growth_interval", "hysteresis", "min_scale"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"precision.loss_scaling.{name}={getattr(self, name)} is not positive",
+                    fix="leave it out to take the default",
+                )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How numbers are held while training.
+
+    ``params`` fp32 with ``compute`` bf16 or fp16 is mixed precision: autocast picks the dtype of
+    each operation. ``params`` bf16 is "true" bf16: the whole forward and backward run in bf16
+    while a fp32 master copy is what the optimizer updates and a checkpoint holds. ``reduce`` is
+    the dtype in which gradients cross processes.
+
+    Raises:
+        ConfigError: a combination that nobody could honour.
+    """
+
+    params: DTypeName = "fp32"
+    compute: DTypeName = "fp32"
+    reduce: DTypeName = "fp32"
+    loss_scaling: LossScaling = LossScaling()
+
+    def __post_init__(self) -> None:
+        if self.params == "fp16":
+            raise ConfigError(
+                "precision.params=fp16 would train without enough range",
+                fix="use precision=fp16_mixed, or precision=bf16_true",
+            )
+        if self.params == "bf16" and self.compute != "bf16":
+            raise ConfigError(
+                f"precision.params=bf16 computes in bf16, not in {self.compute}",
+                fix="set precision.compute=bf16, or take precision=bf16_mixed",
+            )
+
+    @property
+    def autocast(self) -> bool:
+        """Parameters stay fp32 and autocast picks the dtype of each operation."""
+        return self.params == "fp32" and self.compute != "fp32"
+
+    @property
+    def scales_loss(self) -> bool:
+        return self.compute == "fp16"
+
+    @property
+    def name(self) -> str:
+        if self.compute == "fp32":
+            return "fp32"
+        return f"{self.compute}-{'mixed' if self.autocast else 'true'}"

@@ -1,0 +1,80 @@
+"""Names of things that are installed, as strings: nothing here is imported until it is chosen.
+
+Entry-point groups that a plugin distribution may use:
+
+``torsh_trainer.plugins``     NAME = package      its ``conf/`` and ``recipes/`` folders join the search path
+``torsh_trainer.strategies``  NAME = module:Class usable as ``Trainer(strategy="NAME")``
+``torsh_trainer.verbs``       NAME = module:func  ``python -m torsh_trainer NAME ...``; ``func(argv) -> exit code``
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.errors import ConfigError, ResourceError, nearest
+
+STRATEGIES = {
+    "auto": "torsh_trainer.strategies.auto:Auto",
+    "single": "torsh_trainer.strategies.single:Single",
+    "dp": "torsh_trainer.strategies.dp:DP",
+    "ddp": "torsh_trainer.strategies.ddp:DDP",
+    "fsdp": "torsh_trainer.strategies.fsdp:FSDP",
+}
+VERBS = {
+    "rerun": "torsh_trainer.config.rerun:main",
+    "report": "torsh_trainer.report:main",
+}
+
+
+@cache
+def strategies() -> dict[str, str]:
+    """Strategy name -> ``module:Class``, the built-in ones and those of installed plugins."""
+    return {**STRATEGIES, **_installed("torsh_trainer.strategies")}
+
+
+@cache
+def verbs() -> dict[str, str]:
+    """Verb -> ``module:function``."""
+    return {**VERBS, **_installed("torsh_trainer.verbs")}
+
+
+@cache
+def plugin_folders() -> dict[str, Path]:
+    """Plugin name -> folder of its package; found without importing the package."""
+    folders = {}
+    for name, package in sorted(_installed("torsh_trainer.plugins").items()):
+        spec = find_spec(package.split(".")[0])
+        if spec is None or not spec.submodule_search_locations:
+            raise ResourceError(
+                f"plugin {name!r} is registered, but its package {package!r} cannot be found",
+                fix=f"reinstall the distribution that registers it, or pip uninstall it ({name})",
+            )
+        folders[name] = Path(next(iter(spec.submodule_search_locations)), *package.split(".")[1:])
+    return folders
+
+
+def load(reference: str) -> Any:
+    """The object behind ``package.module:name``."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def strategy_class(name: str) -> Any:
+    """The Strategy class called ``name``.
+
+    Raises:
+        ConfigError: nothing of that name is installed; the nearest names are offered.
+    """
+    known = strategies()
+    if name not in known:
+        raise ConfigError(f"unknown strategy {name!r}", fix=nearest(name, known), name=name)
+    return load(known[name])
+
+
+def _installed(group: str) -> dict[str, str]:
+    return {point.name: point.value for point in entry_points(group=group)}

@@ -1,0 +1,282 @@
+"""The contracts of a strategy (knobs) and of an engine (the running thing).
+
+A ``Strategy`` is a frozen dataclass: what YAML names. ``prepare`` turns it, with a ``Job`` and a
+communicator, into an ``Engine``: what the loop drives. Nothing is half set up.
+
+The gradient that an engine applies is the mean over the global batch by weight, times
+``gradient_scale``: every micro-batch's mean loss enters with ``weight / total_weight``, summed over
+micro-batches and over ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.compression.base import Compression, NoCompression
+from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.precision import Precision
+from torsh_trainer.task import Mean, Task
+from torsh_trainer.world import World
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How the processes of a world divide the work: sizes, and this process's coordinates.
+
+    ``dp * tp * pp == world.size``; the data-parallel dimension itself is ``replicate * shard``.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    replicate: int = 1
+    shard: int = 1
+    dp_rank: int = 0
+    tp_rank: int = 0
+    pp_rank: int = 0
+
+    @classmethod
+    def data_parallel(cls, world: World, *, shard: int = 1) -> Mesh:
+        """Every process takes other samples; groups of ``shard`` consecutive ranks share a model.
+
+        Raises:
+            ConfigError: the world does not divide into groups of that size.
+        """
+        if shard < 1 or world.size % shard:
+            raise ConfigError(
+                f"{world.size} processes do not divide into sharding groups of {shard}",
+                fix=f"set strategy.shard_size to a divisor of {world.size}",
+            )
+        return cls(
+            dp=world.size, replicate=world.size // shard, shard=shard, dp_rank=world.rank
+        )
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Gradient clipping; None is none. ``norm`` bounds the global L2 norm, ``value`` each element."""
+
+    norm: float | None = None
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, bound in (("max_grad_norm", self.norm), ("max_grad_value", self.value)):
+            if bound is not None and bound <= 0:
+                raise ConfigError(
+                    f"trainer.{name}={bound} would zero every gradient",
+                    fix="give a positive number, or null for no clipping",
+                )
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batch arithmetic, checked: ``batch_size = micro_batch_size * accumulate * data-parallel size``."""
+
+    batch_size: int
+    micro_batch_size: int
+    accumulate: int
+    dp_size: int
+
+
+class MicroBatch(NamedTuple):
+    """What one forward of one process sees.
+
+    ``batch`` is on the engine's device. ``weight`` may be 0 (a filler, in the ragged tail), the
+    batch is never empty. ``rng_key`` seeds the forward's random numbers; None leaves them alone.
+    """
+
+    batch: Any
+    weight: float
+    rng_key: int | None
+
+
+class LossReport(NamedTuple):
+    """This rank's losses of one step, unread: (mean loss, detached 0-dim tensor; weight) each."""
+
+    parts: tuple[tuple[Tensor, float], ...]
+
+
+class StepOutcome(NamedTuple):
+    """What an optimizer step did.
+
+    ``grad_norm`` is the global L2 norm before clipping, of the mean gradient with loss scaling
+    divided out; None when neither clipping nor the caller needed it. ``skipped`` says that the
+    gradients were not finite and no parameter changed.
+    """
+
+    grad_norm: Tensor | None
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a run asks of an engine, before anything is wrapped.
+
+    ``build_model`` gives a freshly initialised (seeded, pretrained, frozen) module on the CPU.
+    ``compile`` is None or the keyword arguments of torch.compile. ``activation_checkpointing``
+    wraps the modules that ``checkpoint_modules`` names (class names; empty: the children of the
+    longest nn.ModuleList or nn.Sequential). ``ema_decay`` keeps an exponential moving average of
+    the trainable parameters. ``skip_nonfinite`` asks for steps with non-finite gradients to be
+    skipped. ``max_steps`` is None when only epochs or time bound the run.
+    """
+
+    task: Task
+    build_model: Callable[[], nn.Module]
+    batch: BatchPlan
+    precision: Precision = Precision()
+    compression: Compression = NoCompression()
+    clip: Clip = Clip()
+    activation_checkpointing: bool = False
+    checkpoint_modules: tuple[str, ...] = ()
+    compile: Mapping[str, Any] | None = None
+    ema_decay: float | None = None
+    skip_nonfinite: bool = False
+    sync_batchnorm: bool = False
+    max_steps: int | None = None
+    seed: int = 0
+    deterministic: bool = False
+
+    def build_optimizers(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> Mapping[str, Optimizer]:
+        """The task's optimizers over the parameters as the engine holds them.
+
+        Raises:
+            ConfigError: none of the parameters train.
+        """
+        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        if not trainable:
+            raise ConfigError(
+                "the optimizer has no parameters: nothing in the model requires a gradient",
+                fix="unfreeze something (trainer.frozen), or check task.build_model",
+            )
+        return self.task.build_optimizers(trainable)
+
+
+class Engine(abc.ABC):
+    """A model in training under one strategy, on one process.
+
+    The loop calls ``zero_grad``, ``forward_backward`` and ``step`` once a step, in that order.
+    """
+
+    model: nn.Module
+    """The user's module (unwrapped); its parameters may be shards."""
+
+    optimizers: Mapping[str, Optimizer]
+
+    @abc.abstractmethod
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> LossReport:
+        """Forward and backward over this rank's share of a step.
+
+        ``total_weight`` is the weight of the whole global batch (all ranks, all micro-batches). On
+        return the gradients are those of the global batch, communicated.
+
+        Raises:
+            ConfigError: the loss is not a scalar or has no gradient.
+        """
+
+    @abc.abstractmethod
+    def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
+        """Unscales, clips and applies the gradients."""
+
+    @abc.abstractmethod
+    def zero_grad(self) -> None:
+        """Forgets the gradients."""
+
+    @abc.abstractmethod
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        """Manual optimization: adds the gradients of ``loss``; ``sync`` communicates them.
+
+        The gradient of ``loss`` is averaged over ranks.
+        """
+
+    @abc.abstractmethod
+    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+        """Manual optimization: steps the optimizer called ``name`` alone."""
+
+    @abc.abstractmethod
+    def evaluate(
+        self, batches: Iterable[tuple[Any, bool]], task: Task, *, averaged: bool = False
+    ) -> dict[str, Mean]:
+        """Sums ``task.evaluate`` over this rank's batches, on the device and unreduced.
+
+        Each item is (batch, counts): a batch that does not count is run, because every rank runs
+        as many forwards, and dropped from the sums. ``averaged`` uses the moving average.
+        """
+
+    @abc.abstractmethod
+    def predict(
+        self, batches: Iterable[tuple[Any, bool]], task: Task, *, averaged: bool = False
+    ) -> Iterable[Any]:
+        """``task.predict`` of each batch that counts, in order."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that training has changed, by parameter name and independent of the engine.
+
+        ``{"model": {name: fp32 master or buffer}, "optimizer": {optimizer name: {"state":
+        {parameter name: {slot: tensor}}, "groups": [settings with "params": names]}},
+        "loss_scale": {...}, "ema": {...}}``. A tensor entry is a Tensor, a DTensor or a FlatShard;
+        collective: every rank calls it, and holds its own part.
+        """
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` gave, filled with a checkpoint's values."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Lets go of hooks and buffers; the communicator is the caller's."""
+
+
+class FlatShard(NamedTuple):
+    """A contiguous piece of a flattened tensor, for engines that shard so."""
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: int
+    tensor: Tensor
+
+
+class Strategy(abc.ABC):
+    """How training is spread over processes; subclasses are frozen dataclasses of knobs."""
+
+    name: ClassVar[str]
+    gradient_scale: ClassVar[float] = 1.0
+    needs_process_group: ClassVar[bool] = True
+    """False when one process needs no torch.distributed group (single, dp)."""
+
+    @abc.abstractmethod
+    def mesh(self, world: World) -> Mesh:
+        """How ``world`` is divided.
+
+        Raises:
+            ConfigError: this strategy does not fit that many processes.
+        """
+
+    @abc.abstractmethod
+    def prepare(self, job: Job, comm: Communicator) -> Engine:
+        """The engine, ready for its first step.
+
+        Raises:
+            Unsupported: an option that ``job`` asks for cannot be honoured here.
+        """
+
+    def resolve(self, job: Job, comm: Communicator) -> Strategy:
+        """The strategy that will really run (``auto`` chooses another); itself by default."""
+        return self
+
+    def refuse(self, option: str, *, use: str) -> Unsupported:
+        """The error for an option that this strategy cannot honour."""
+        return Unsupported(
+            f"strategy={self.name} cannot honour {option}", fix=use, strategy=self.name
+        )

@@ -1,0 +1,157 @@
+"""What the user brings: a model, data, a loss and metrics.
+
+A task knows nothing of processes, devices or engines. It describes one sample batch; the engine
+cuts, moves, weights and reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.optimizers import OptimizerSpec
+
+
+class Mean(NamedTuple):
+    """A metric on its way to being a mean: the sum of values and the weight that it is over.
+
+    ``total`` stays on the device (a 0-dim tensor, or a number); nobody reads it until all batches
+    and all ranks are summed.
+    """
+
+    total: Tensor | float
+    weight: Tensor | float
+
+
+class DataSource:
+    """The datasets of a task: ``train``, ``eval``, ``test``, ``predict``; None where there is none.
+
+    Each is a map-style ``torch.utils.data.Dataset`` (``__len__``, ``__getitem__``) or an
+    ``IterableDataset``. A dataset that defines ``__getitems__(indices)`` is fetched by the batch.
+    """
+
+    train: Any = None
+    eval: Any = None
+    test: Any = None
+    predict: Any = None
+
+    collate: Callable[[list[Any]], Any] | None = None
+    """How a list of samples becomes a batch; None is torch's default_collate."""
+
+    def sample_weights(self) -> Tensor | None:
+        """Weights of the training samples for weighted sampling, shape (len(train),), or None."""
+        return None
+
+
+class Task:
+    """A model, its data, its loss and its metrics.
+
+    The least that a subclass gives: ``build_model``, ``data`` and ``loss``. A batch is whatever
+    the data's ``collate`` returns: a tensor, or tuples, lists and dicts of tensors.
+    """
+
+    data: DataSource
+    """Datasets and collate."""
+
+    optimizer: OptimizerSpec = OptimizerSpec()
+    """What ``build_optimizers`` builds unless it is overridden."""
+
+    sample_weight: float | None = 1.0
+    """The weight of every sample, when it is the same for all: then the global weight of a batch
+    is known from the sampler, without communication. None: ask ``weight(batch)`` for each."""
+
+    unit = "samples"
+    """What throughput counts: samples, tokens, ..."""
+
+    units_per_sample: float = 1.0
+    """How many units one sample holds (tokens of a window)."""
+
+    def build_model(self) -> nn.Module:
+        """A new model on the default device. Called under a seeded generator, once a process."""
+        raise NotImplementedError
+
+    def build_optimizers(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> Mapping[str, Optimizer]:
+        """Optimizers by name over the trainable parameters, as the engine holds them.
+
+        Under a sharding engine the parameters are shards (DTensors of the same names and global
+        shapes). Most tasks return one optimizer called ``main``.
+        """
+        return {"main": self.optimizer.build(named_parameters)}
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """Model outputs for a batch, already on the device. Default: ``model(batch[0])``."""
+        return model(batch[0])
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        """The mean loss over ``weight(batch)``: a 0-dim tensor with a gradient."""
+        raise NotImplementedError
+
+    def weight(self, batch: Any) -> float:
+        """What ``loss`` is a mean over: samples by default, valid tokens for a language model.
+
+        Asked of the batch on the host, before it moves to the device. Only used when
+        ``sample_weight`` is None.
+        """
+        return float(batch_size_of(batch))
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Mean]:
+        """Sums of metrics over a batch, by name. Default: the loss alone."""
+        outputs = self.forward(model, batch)
+        weight = self.weight(batch) if self.sample_weight is None else float(batch_size_of(batch))
+        return {"loss": Mean(self.loss(outputs, batch).detach() * weight, weight)}
+
+    def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Metrics from means over all batches and ranks, e.g. perplexity from loss."""
+        return metrics
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        """Predictions for a batch: a tensor (first dimension: samples) or a list of values."""
+        return self.forward(model, batch)
+
+    def flops_per_sample(self, model: nn.Module) -> float | None:
+        """Floating-point operations of forward and backward for one sample, if it is known."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The task's own state for a checkpoint: tensors, numbers, strings; no code."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what ``state_dict`` gave."""
+
+
+def batch_size_of(batch: Any) -> int:
+    """How many samples a batch holds: the first dimension of its first tensor.
+
+    Raises:
+        ConfigError: there is no tensor in it.
+    """
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, tuple | list):
+        for part in batch:
+            try:
+                return batch_size_of(part)
+            except ConfigError:
+                continue
+    raise ConfigError(
+        f"cannot tell how many samples a batch of type {type(batch).__name__} holds",
+        fix="give the task a weight(batch) of its own, or a collate that returns tensors",
+    )
+
+
+def parameter_count(model: nn.Module) -> tuple[int, int]:
+    """Parameters in all and those that train."""
+    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+
+
