@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
+from torsh_trainer.data.batch import MicroBatch as MicroBatch
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.precision import Precision
 from torsh_trainer.task import Mean, Task
@@ -54,14 +55,12 @@ class Mesh:
                 f"{world.size} processes do not divide into sharding groups of {shard}",
                 fix=f"set strategy.shard_size to a divisor of {world.size}",
             )
-        return cls(
-            dp=world.size, replicate=world.size // shard, shard=shard, dp_rank=world.rank
-        )
+        return cls(dp=world.size, replicate=world.size // shard, shard=shard, dp_rank=world.rank)
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Gradient clipping; None is none. ``norm`` bounds the global L2 norm, ``value`` each element."""
+    """Gradient clipping; None is none. ``norm`` bounds the global norm, ``value`` each element."""
 
     norm: float | None = None
     value: float | None = None
@@ -77,24 +76,12 @@ class Clip:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Batch arithmetic, checked: ``batch_size = micro_batch_size * accumulate * data-parallel size``."""
+    """Batch arithmetic, checked: ``batch_size = micro_batch_size * accumulate * dp_size``."""
 
     batch_size: int
     micro_batch_size: int
     accumulate: int
     dp_size: int
-
-
-class MicroBatch(NamedTuple):
-    """What one forward of one process sees.
-
-    ``batch`` is on the engine's device. ``weight`` may be 0 (a filler, in the ragged tail), the
-    batch is never empty. ``rng_key`` seeds the forward's random numbers; None leaves them alone.
-    """
-
-    batch: Any
-    weight: float
-    rng_key: int | None
 
 
 class LossReport(NamedTuple):
@@ -230,8 +217,15 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
+    def state_template(self) -> dict[str, Any]:
+        """``state_dict`` for a checkpoint to fill: optimizer slots exist even before a step."""
+
+    @abc.abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state_dict`` gave, filled with a checkpoint's values."""
+        """Takes what ``state_dict`` gave, filled with a checkpoint's values.
+
+        A parameter that ``state["optimizer"]`` does not name has no optimizer state.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -252,8 +246,10 @@ class Strategy(abc.ABC):
 
     name: ClassVar[str]
     gradient_scale: ClassVar[float] = 1.0
-    needs_process_group: ClassVar[bool] = True
-    """False when one process needs no torch.distributed group (single, dp)."""
+
+    def needs_process_group(self, world: World) -> bool:
+        """False where one process does without a torch.distributed group (single, dp)."""
+        return True
 
     @abc.abstractmethod
     def mesh(self, world: World) -> Mesh:

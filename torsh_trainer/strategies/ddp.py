@@ -1,0 +1,281 @@
+"""Replicated data parallel: every process holds the whole model, gradients are averaged."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.compression.base import NoCompression
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.precision import DTypeName
+from torsh_trainer.strategies import modules
+from torsh_trainer.strategies.base import Engine, Job, LossReport, Mesh, MicroBatch, Strategy
+from torsh_trainer.strategies.native import DTYPES, NativeEngine
+from torsh_trainer.strategies.single import computing
+from torsh_trainer.task import Task
+from torsh_trainer.world import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DDP(Strategy):
+    """torch DistributedDataParallel.
+
+    ``bucket_cap_mb`` is the size of a gradient bucket. ``overlap`` false communicates after the
+    whole backward, in flat buckets, instead of during it. ``find_unused_parameters`` allows
+    parameters without a gradient, and lists them. ``static_graph`` promises that every step uses
+    the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets.
+    ``broadcast_buffers`` takes rank 0's buffers before every forward. ``backward_passes_per_step``
+    sums that many backward passes instead of averaging them (it multiplies the gradient, as
+    Horovod's option of that name does). ``zero1`` shards the optimizer state over processes
+    (ZeroRedundancyOptimizer).
+    """
+
+    name: ClassVar[str] = "ddp"
+    bucket_cap_mb: float = 25.0
+    overlap: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    broadcast_buffers: bool = True
+    backward_passes_per_step: int = 1
+    zero1: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb <= 0:
+            raise ConfigError(
+                f"strategy.bucket_cap_mb={self.bucket_cap_mb} is not positive",
+                fix="the default is 25",
+            )
+        if self.backward_passes_per_step < 1:
+            raise ConfigError(
+                f"strategy.backward_passes_per_step={self.backward_passes_per_step} is below 1",
+                fix="give 1 for a plain mean",
+            )
+        if self.static_graph and self.find_unused_parameters:
+            raise ConfigError(
+                "strategy.static_graph and strategy.find_unused_parameters exclude each other",
+                fix="a static graph finds its unused parameters by itself: drop the second",
+            )
+
+    @property
+    def gradient_scale(self) -> float:  # type: ignore[override]
+        return float(self.backward_passes_per_step)
+
+    def mesh(self, world: World) -> Mesh:
+        return Mesh.data_parallel(world)
+
+    def prepare(self, job: Job, comm: Communicator) -> Engine:
+        if not isinstance(job.compression, NoCompression):
+            raise self.refuse(f"compression={job.compression.name}", use="set compression=none")
+        if job.batch.accumulate % self.backward_passes_per_step:
+            raise ConfigError(
+                f"strategy.backward_passes_per_step={self.backward_passes_per_step} does not "
+                f"divide trainer.accumulate={job.batch.accumulate}",
+                fix="accumulate counts every backward of a step: make it a multiple",
+            )
+        model = modules.build(job, comm)
+        module = computing(model, job)
+        modules.compiled(job, [module])
+        return DDPEngine(self, job, comm, model=model, module=module)
+
+
+class DDPEngine(NativeEngine):
+    """The engine of ``ddp``: torch's wrapper, or flat all-reduces after backward."""
+
+    def __init__(
+        self, knobs: DDP, job: Job, comm: Communicator, *, model: nn.Module, module: nn.Module
+    ) -> None:
+        self._knobs = knobs
+        self._checked = False
+        wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
+        self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
+        super().__init__(
+            job,
+            comm,
+            model=model,
+            module=wrapped,
+            eval_module=module,
+            averaging_ranks=comm.world.size,
+            gradient_scale=knobs.gradient_scale,
+            wrap_optimizer=_sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
+        )
+        self._reduce_dtype = DTYPES[job.precision.reduce]
+        if not knobs.overlap:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                comm.broadcast(tensor.detach(), src=0)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> LossReport:
+        if self._ddp is None and self._knobs.broadcast_buffers:
+            self._share_buffers()
+        try:
+            report = super().forward_backward(micro_batches, total_weight, task)
+        except RuntimeError as error:
+            raise self._unused_error() or error from error
+        if not self._checked:
+            self._check_unused()
+        if self._ddp is None:
+            self._reduce_now()
+        return report
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        super().backward(loss, sync=sync)
+        if self._ddp is None and sync:
+            self._reduce_now()
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        if self._ddp is None:
+            yield
+        else:
+            with self._ddp.no_sync():
+                yield
+
+    def _share_buffers(self) -> None:
+        for buffer in self.model.buffers():
+            self.comm.broadcast(buffer.detach(), src=0)
+
+    # -- parameters that no loss reached ---------------------------------------------------------
+
+    def _unused(self) -> list[str]:
+        return [
+            name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None
+        ]
+
+    def _check_unused(self) -> None:
+        self._checked = True
+        unused = self._unused()
+        if not unused:
+            return
+        if not (self._knobs.find_unused_parameters or self._knobs.static_graph):
+            raise _unused_parameters(unused)
+        log.info("parameters without a gradient in the first step: %s", ", ".join(unused))
+
+    def _unused_error(self) -> ConfigError | None:
+        unused = self._unused()
+        if self._knobs.find_unused_parameters or not unused or len(unused) == len(self._parameters):
+            return None
+        return _unused_parameters(unused)
+
+    # -- overlap=false ---------------------------------------------------------------------------
+
+    def _reduce_now(self) -> None:
+        """Averages gradients over ranks in flat buckets, after the whole backward."""
+        used = self._used_anywhere() if self._knobs.find_unused_parameters else self._parameters
+        gradients = []
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+        for bucket in _buckets(gradients, self._knobs.bucket_cap_mb):
+            flat = _flatten_dense_tensors(bucket)
+            reduced = flat.to(self._reduce_dtype)
+            self.comm.all_reduce(reduced, op="sum")
+            reduced.div_(self.comm.world.size)
+            for gradient, part in zip(
+                bucket, _unflatten_dense_tensors(reduced.to(flat.dtype), bucket), strict=True
+            ):
+                gradient.copy_(part)
+
+    def _used_anywhere(self) -> list[nn.Parameter]:
+        used = torch.tensor([float(p.grad is not None) for p in self._parameters])
+        used = self.comm.place(used)
+        self.comm.all_reduce(used, op="max")
+        return [p for p, flag in zip(self._parameters, used.tolist(), strict=True) if flag]
+
+
+def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> DistributedDataParallel:
+    on_gpu = comm.device.type == "cuda"
+    options: dict[str, Any] = {_BUFFERS: knobs.broadcast_buffers}
+    wrapped = DistributedDataParallel(
+        module,
+        device_ids=[comm.device.index] if on_gpu else None,
+        process_group=comm.process_group,
+        bucket_cap_mb=knobs.bucket_cap_mb,
+        find_unused_parameters=knobs.find_unused_parameters,
+        static_graph=knobs.static_graph,
+        gradient_as_bucket_view=knobs.gradient_as_bucket_view,
+        **options,
+    )
+    if job.precision.reduce != "fp32":
+        wrapped.register_comm_hook((comm.process_group, job.precision.reduce), _reduce_in)
+    return wrapped
+
+
+_BUFFERS = (  # torch 2.13 renamed the option
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+
+
+def _reduce_in(state: tuple[Any, DTypeName], bucket: Any) -> torch.futures.Future[Tensor]:
+    """A DDP hook that averages a bucket in a lower dtype; torch's own hooks refuse gloo."""
+    group, dtype = state
+    full = bucket.buffer()
+    small = full.to(DTYPES[dtype]).div_(torch.distributed.get_world_size(group))
+    work = torch.distributed.all_reduce(small, group=group, async_op=True)
+
+    def restore(future: torch.futures.Future[Any]) -> Tensor:
+        return full.copy_(future.value()[0])
+
+    return work.get_future().then(restore)
+
+
+def _sharded(comm: Communicator) -> Any:
+    def wrap(optimizer: Optimizer) -> Optimizer:
+        # Imported here: it pulls in torch.distributed.optim, which no other run needs.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        options = {k: v for k, v in optimizer.defaults.items() if v is not None}
+        groups = [
+            {k: v for k, v in group.items() if k != "param_names"}
+            for group in optimizer.param_groups
+        ]
+        return ZeroRedundancyOptimizer(
+            groups,
+            optimizer_class=type(optimizer),
+            process_group=comm.process_group,
+            **options,
+        )
+
+    return wrap
+
+
+def _buckets(gradients: Sequence[Tensor], cap_mb: float) -> Iterator[list[Tensor]]:
+    """Gradients of one dtype together, each bucket at most ``cap_mb`` MiB (or one tensor)."""
+    cap = cap_mb * 2**20
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        nbytes = gradient.numel() * gradient.element_size()
+        if bucket and (size + nbytes > cap or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += nbytes
+    if bucket:
+        yield bucket
+
+
+def _unused_parameters(unused: list[str]) -> ConfigError:
+    return ConfigError(
+        f"{len(unused)} parameters got no gradient: {', '.join(unused[:8])}"
+        + (", ..." if len(unused) > 8 else ""),
+        fix="set strategy.find_unused_parameters=true, or freeze them (trainer.frozen)",
+        unused=unused,
+    )

@@ -1,0 +1,200 @@
+"""Fully sharded data parallel on FSDP2: parameters, gradients and optimizer state are cut."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.compression.base import NoCompression
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.strategies import modules
+from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
+from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm
+from torsh_trainer.world import World
+
+
+@dataclass(frozen=True)
+class FSDP(Strategy):
+    """torch.distributed.fsdp.fully_shard.
+
+    ``wrap_modules`` are the class names that become units of sharding; empty takes the repeated
+    blocks. ``wrap_min_parameters`` instead makes a unit of every module with at least that many
+    parameters of its own subtree (largest first). ``reshard_after_forward`` frees gathered
+    parameters after forward (true: ZeRO-3, false: ZeRO-2). ``shard_size`` shards within groups of
+    that many consecutive ranks and replicates over them (hybrid); null is all ranks.
+    ``reduce_every_micro_batch`` keeps gradients sharded while accumulating: less memory, more
+    communication. ``cpu_offload`` keeps parameters, gradients and optimizer state in host memory.
+    ``prefetch_depth`` gathers that many units ahead, explicitly; null leaves it to FSDP2.
+    """
+
+    name: ClassVar[str] = "fsdp"
+    wrap_modules: tuple[str, ...] = ()
+    wrap_min_parameters: int | None = None
+    reshard_after_forward: bool = True
+    shard_size: int | None = None
+    reduce_every_micro_batch: bool = False
+    cpu_offload: bool = False
+    prefetch_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.wrap_modules and self.wrap_min_parameters is not None:
+            raise ConfigError(
+                "strategy.wrap_modules and strategy.wrap_min_parameters exclude each other",
+                fix="keep one of them",
+            )
+        for name in ("wrap_min_parameters", "shard_size", "prefetch_depth"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(
+                    f"strategy.{name}={value} is below 1", fix="give null to leave it"
+                )
+
+    def mesh(self, world: World) -> Mesh:
+        return Mesh.data_parallel(world, shard=self.shard_size or world.size)
+
+    def prepare(self, job: Job, comm: Communicator) -> Engine:
+        if not isinstance(job.compression, NoCompression):
+            raise self.refuse(f"compression={job.compression.name}", use="set compression=none")
+        mesh = _device_mesh(self.mesh(comm.world), comm)
+        model = modules.build(job, comm, device=torch.device("cpu") if self.cpu_offload else None)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            comm.broadcast(comm.place(tensor.detach()), src=0)
+        units = self._units(model)
+        modules.compiled(job, units or [model])
+        self._shard(model, units, job, mesh)
+        return FSDPEngine(self, job, comm, model=model, shard_group=_shard_group(mesh))
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        if self.wrap_modules:
+            return modules.chosen_blocks(model, self.wrap_modules, "strategy.wrap_modules")
+        if self.wrap_min_parameters is None:
+            return modules.repeated_blocks(model)
+        return _by_size(model, self.wrap_min_parameters)
+
+    def _shard(self, model: nn.Module, units: Sequence[nn.Module], job: Job, mesh: Any) -> None:
+        # Imported here: torch.distributed.fsdp costs every other strategy's start-up.
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            FSDPModule,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
+
+        low = DTYPES[job.precision.params]
+        param_dtype = None if low == torch.float32 else low
+        reduce_dtype = DTYPES[job.precision.reduce]
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        root_policy = MixedPrecisionPolicy(
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            output_dtype=None if param_dtype is None else torch.float32,
+        )
+        # Pinned memory exists only beside an accelerator; FSDP2's default raises on a CPU.
+        offload: Any = (
+            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            if self.cpu_offload
+            else OffloadPolicy()
+        )
+        common: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self.reshard_after_forward,
+            "offload_policy": offload,
+        }
+        for unit in units:
+            fully_shard(unit, mp_policy=policy, **common)
+        fully_shard(model, mp_policy=root_policy, **common)
+        if self.prefetch_depth is not None:
+            chain = [cast(FSDPModule, unit) for unit in units]
+            for i, link in enumerate(chain):
+                link.set_modules_to_forward_prefetch(chain[i + 1 : i + 1 + self.prefetch_depth])
+                before = chain[max(0, i - self.prefetch_depth) : i]
+                link.set_modules_to_backward_prefetch(before[::-1] or [link])
+
+
+class FSDPEngine(NativeEngine):
+    """The engine of ``fsdp``: the model itself carries FSDP2's hooks."""
+
+    def __init__(
+        self, knobs: FSDP, job: Job, comm: Communicator, *, model: nn.Module, shard_group: Any
+    ) -> None:
+        super().__init__(
+            job,
+            comm,
+            model=model,
+            module=model,
+            eval_module=model,
+            averaging_ranks=comm.world.size,
+        )
+        self._knobs = knobs
+        self._shard_group = shard_group
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        if self._knobs.reduce_every_micro_batch:
+            yield
+            return
+        model = cast(Any, self.model)
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def _local(self, gradients: list[Tensor]) -> list[Tensor]:
+        return [cast(Any, gradient).to_local() for gradient in gradients]
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        # Shards of one group hold the whole gradient once; replicas hold it again.
+        square = local_norm(gradients, self.comm.device).square()
+        torch.distributed.all_reduce(square, group=self._shard_group)
+        return square.sqrt()
+
+    def _share_buffers(self) -> None:
+        for buffer in self.model.buffers():
+            placed = self.comm.place(buffer.detach())
+            self.comm.broadcast(placed, src=0)
+            if placed is not buffer:
+                buffer.copy_(placed)
+
+
+def _device_mesh(mesh: Mesh, comm: Communicator) -> Any:
+    """A 1-D mesh over all ranks, or replicate x shard for hybrid sharding."""
+    # Imported here for the same reason as fully_shard.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind = comm.device.type
+    if mesh.replicate == 1:
+        return init_device_mesh(kind, (mesh.shard,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        kind, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def _shard_group(mesh: Any) -> Any:
+    return mesh.get_group("shard")
+
+
+def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules whose subtree has at least ``least`` parameters, root excluded."""
+    chosen: list[nn.Module] = []
+    for module in list(model.modules())[1:]:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if sum(p.numel() for p in module.parameters()) < least:
+            continue
+        below = list(module.modules())[1:]
+        if not any(sum(p.numel() for p in m.parameters()) >= least for m in below):
+            chosen.append(module)
+    if not chosen:
+        raise ConfigError(
+            f"strategy.wrap_min_parameters={least} is more than any part of the model has",
+            fix="lower it, or give null for the repeated blocks",
+        )
+    return chosen

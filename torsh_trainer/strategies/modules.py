@@ -1,0 +1,113 @@
+"""What is done to a user's module before it is wrapped."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.strategies.base import Job
+
+
+def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -> nn.Module:
+    """The job's model on ``device`` (default: the communicator's), in training mode."""
+    model = job.build_model()
+    if job.sync_batchnorm and comm.world.is_distributed:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    model = model.to(device or comm.device)
+    if job.activation_checkpointing:
+        for module in chosen_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules"):
+            recompute_in_backward(module)
+    return model.train()
+
+
+def chosen_blocks(model: nn.Module, class_names: Sequence[str], knob: str) -> list[nn.Module]:
+    """The modules of the classes named, or the repeated blocks when none is named.
+
+    The repeated blocks are the children of the longest nn.ModuleList or nn.Sequential.
+
+    Raises:
+        ConfigError: no module is of such a class, or there are no repeated blocks; names ``knob``.
+    """
+    if class_names:
+        known = {type(module).__name__ for module in model.modules()}
+        for name in class_names:
+            if name not in known:
+                raise ConfigError(
+                    f"{knob} names {name!r}, but the model has no module of that class",
+                    fix=nearest(name, known),
+                )
+        return [m for m in model.modules() if type(m).__name__ in class_names]
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise ConfigError(
+            "the model has no nn.ModuleList or nn.Sequential whose children could be taken",
+            fix=f"name module classes: {knob}=[Block]",
+        )
+    return blocks
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The children, with parameters, of the longest nn.ModuleList or nn.Sequential."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    longest: nn.Module | None = max(lists, key=len, default=None)
+    if longest is None:
+        return []
+    return [child for child in longest.children() if any(True for _ in child.parameters())]
+
+
+def recompute_in_backward(module: nn.Module) -> None:
+    """Activation checkpointing: drops what forward kept and computes it again in backward.
+
+    The forward is replaced on the instance, so parameter names stay as they are.
+    """
+    forward = module.forward
+    module.forward = functools.partial(checkpoint, forward, use_reentrant=False)
+
+
+class ComputeIn(nn.Module):
+    """Runs a module in a lower dtype while its own parameters stay the fp32 master.
+
+    Every forward casts the parameters; gradients come back through the cast in fp32. Inputs are
+    cast on the way in, and outputs to fp32 on the way out: the same as FSDP2's
+    MixedPrecisionPolicy(param_dtype, cast_forward_inputs, output_dtype).
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = module
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        cast = {
+            name: p.to(self.dtype) if p.is_floating_point() else p
+            for name, p in self.module.named_parameters()
+        }
+        args, kwargs = cast_floats((args, kwargs), self.dtype)
+        outputs = torch.func.functional_call(self.module, cast, args, kwargs, tie_weights=True)
+        return cast_floats(outputs, torch.float32)
+
+
+def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of a nested structure in ``dtype``; all else as it is."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf.to(dtype)
+        return leaf
+
+    return tree_map(cast, tree)
+
+
+def compiled(job: Job, modules: Iterator[nn.Module] | Sequence[nn.Module]) -> None:
+    """torch.compile in place, when the job asks for it; names and state stay as they are."""
+    if job.compile is not None:
+        for module in modules:
+            module.compile(**job.compile)

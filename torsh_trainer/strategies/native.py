@@ -1,0 +1,317 @@
+"""What the native engines share: micro-batches, clipping, stepping, evaluation, state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.ema import Ema
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.loss_scaling import LossScaler
+from torsh_trainer.precision import DTypeName
+from torsh_trainer.strategies.base import (
+    Clip,
+    Engine,
+    Job,
+    LossReport,
+    MicroBatch,
+    StepOutcome,
+)
+from torsh_trainer.strategies.state import (
+    load_optimizers,
+    load_tensors,
+    materialise_slots,
+    optimizer_state,
+)
+from torsh_trainer.task import Mean, Task
+
+DTYPES: dict[DTypeName, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class NativeEngine(Engine):
+    """One process's engine on plain torch; by itself it is the engine of ``single``.
+
+    ``module`` is what ``task.forward`` calls while training (a wrapper around ``model``),
+    ``eval_module`` what it calls in evaluation. ``averaging_ranks`` is by how many ranks the
+    wrapper divides the summed gradient, so that the loss can be scaled to undo it.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        module: nn.Module,
+        eval_module: nn.Module,
+        averaging_ranks: int = 1,
+        gradient_scale: float = 1.0,
+        wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+    ) -> None:
+        self.model = model
+        self.module = module
+        self.eval_module = eval_module
+        self.comm = comm
+        self._ranks = averaging_ranks * gradient_scale
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        built = job.build_optimizers(model.named_parameters())
+        self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
+        self._device = comm.device
+        self._generators = _generators(comm.device)
+        self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
+        self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
+        self._skip_nonfinite = job.skip_nonfinite or self._scaler is not None
+        trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._ema = None if job.ema_decay is None else Ema(trainable, decay=job.ema_decay)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> LossReport:
+        if len(micro_batches) == 1:
+            return LossReport((self._micro_batch(micro_batches[0], total_weight, task),))
+        with self._without_sync():
+            parts = [self._micro_batch(mb, total_weight, task) for mb in micro_batches[:-1]]
+        parts.append(self._micro_batch(micro_batches[-1], total_weight, task))
+        return LossReport(tuple(parts))
+
+    def _micro_batch(
+        self, micro: MicroBatch, total_weight: float, task: Task
+    ) -> tuple[Tensor, float]:
+        batch, weight, rng_key = micro
+        if rng_key is not None:
+            for generator in self._generators:
+                generator.manual_seed(rng_key)
+        if self._autocast is None:
+            loss = task.loss(task.forward(self.module, batch), batch)
+        else:
+            with torch.autocast(self._device.type, dtype=self._autocast):
+                loss = task.loss(task.forward(self.module, batch), batch)
+        factor = weight * self._ranks / total_weight
+        if self._scaler is not None:
+            factor *= self._scaler.scale
+        try:
+            if factor == 1.0:
+                loss.backward()
+            elif weight:
+                (loss * factor).backward()
+            else:  # a loss over nothing may be 0/0, and NaN * 0 is NaN
+                (torch.nan_to_num(loss) * 0.0).backward()
+        except RuntimeError as error:
+            raise _why_no_backward(loss) or error from error
+        return loss.detach(), weight
+
+    def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
+        outcome = self._unscale_and_clip(self._parameters, clip, measure_norm=measure_norm)
+        if not outcome.skipped:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+            if self._ema is not None:
+                self._ema.update()
+        if self._scaler is not None:
+            self._scaler.update(found_nonfinite=outcome.skipped)
+        return outcome
+
+    def _unscale_and_clip(
+        self, parameters: Iterable[nn.Parameter], clip: Clip, *, measure_norm: bool
+    ) -> StepOutcome:
+        wants_norm = measure_norm or clip.norm is not None or self._skip_nonfinite
+        if not wants_norm and clip.value is None:
+            return _APPLIED
+        gradients = self._local([p.grad for p in parameters if p.grad is not None])
+        if self._scaler is not None:
+            torch._foreach_mul_(gradients, 1.0 / self._scaler.scale)
+        norm = self._norm(gradients) if wants_norm else None
+        if norm is not None and self._skip_nonfinite and not bool(torch.isfinite(norm)):
+            return StepOutcome(norm, skipped=True)
+        if norm is not None and clip.norm is not None:
+            # The formula of torch.nn.utils.clip_grad_norm_, epsilon included.
+            coefficient = torch.clamp(clip.norm / (norm + 1e-6), max=1.0)
+            _foreach_scale(gradients, coefficient)
+        if clip.value is not None:
+            torch._foreach_clamp_min_(gradients, -clip.value)
+            torch._foreach_clamp_max_(gradients, clip.value)
+        return StepOutcome(norm, skipped=False)
+
+    # -- manual optimization --------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if self._scaler is not None:
+            loss = loss * self._scaler.scale
+        with contextlib.nullcontext() if sync else self._without_sync():
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                raise _why_no_backward(loss) or error from error
+
+    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+        optimizer = self.optimizers[name]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        outcome = self._unscale_and_clip(parameters, clip, measure_norm=False)
+        if not outcome.skipped:
+            optimizer.step()
+            if self._ema is not None:
+                self._ema.update()
+        if self._scaler is not None:
+            self._scaler.update(found_nonfinite=outcome.skipped)
+        return outcome
+
+    # -- evaluation -----------------------------------------------------------------------------
+
+    def evaluate(
+        self, batches: Iterable[tuple[Any, bool]], task: Task, *, averaged: bool = False
+    ) -> dict[str, Mean]:
+        sums: dict[str, tuple[list[Any], list[Any]]] = {}
+        with self._evaluating(averaged=averaged):
+            for batch, counts in batches:
+                metrics = task.evaluate(self.eval_module, batch)
+                if counts:
+                    for name, mean in metrics.items():
+                        totals, weights = sums.setdefault(name, ([], []))
+                        totals.append(mean.total)
+                        weights.append(mean.weight)
+        return {
+            name: Mean(self._sum(totals), self._sum(weights))
+            for name, (totals, weights) in sums.items()
+        }
+
+    def predict(
+        self, batches: Iterable[tuple[Any, bool]], task: Task, *, averaged: bool = False
+    ) -> Iterator[Any]:
+        with self._evaluating(averaged=averaged):
+            for batch, counts in batches:
+                outputs = task.predict(self.eval_module, batch)
+                if counts:
+                    yield outputs
+
+    def _sum(self, values: list[Any]) -> Tensor | float:
+        """The sum in float64: one read of the list, however many batches there were."""
+        if isinstance(values[0], Tensor):
+            return torch.stack([value.detach() for value in values]).double().sum()
+        return float(sum(values))
+
+    @contextlib.contextmanager
+    def _evaluating(self, *, averaged: bool) -> Iterator[None]:
+        self._share_buffers()
+        training = self.model.training
+        swapped = self._ema.swapped() if averaged and self._ema else contextlib.nullcontext()
+        precision = (
+            contextlib.nullcontext()
+            if self._autocast is None
+            else torch.autocast(self._device.type, dtype=self._autocast)
+        )
+        self.eval_module.eval()
+        try:
+            with torch.no_grad(), swapped, precision:
+                yield
+        finally:
+            self.eval_module.train(training)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        self._share_buffers()
+        state: dict[str, Any] = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": {
+                name: optimizer_state(optimizer, self._names)
+                for name, optimizer in self.optimizers.items()
+            },
+        }
+        if self._scaler is not None:
+            state["loss_scale"] = self._scaler.state_dict()
+        if self._ema is not None:
+            state["ema"] = self._ema.state_dict()
+        return state
+
+    def state_template(self) -> dict[str, Any]:
+        for optimizer in self.optimizers.values():
+            materialise_slots(optimizer)
+        return self.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_tensors(self.model.state_dict(), state["model"])
+        load_optimizers(self.optimizers, state["optimizer"], self._names)
+        if self._scaler is not None and "loss_scale" in state:
+            self._scaler.load_state_dict(state["loss_scale"])
+        if self._ema is not None and "ema" in state:
+            self._ema.load_state_dict(state["ema"])
+
+    def close(self) -> None:
+        self.zero_grad()
+
+    # -- what a subclass says otherwise ---------------------------------------------------------
+
+    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward within adds to local gradients and communicates nothing."""
+        return contextlib.nullcontext()
+
+    def _local(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The storage behind gradients, as plain tensors."""
+        return gradients
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """The global L2 norm, a 0-dim tensor, the same on every rank."""
+        return local_norm(gradients, self._device)
+
+    def _share_buffers(self) -> None:
+        """Rank 0's buffers on every rank."""
+
+
+def local_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """The L2 norm over all gradients of this process, float32 or wider."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), 2.0)
+
+
+def _foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies by a 0-dim tensor without reading it on the host."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, factor.to(device))
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
+def _why_no_backward(loss: Any) -> ConfigError | None:
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        return ConfigError(
+            f"task.loss returned {shape}, not a scalar", fix="return the mean over the batch"
+        )
+    if not loss.requires_grad:
+        return ConfigError(
+            "task.loss returned a value without a gradient",
+            fix="compute it from the model's outputs, without detach(), item() or no_grad",
+        )
+    return None
+
+
+_APPLIED = StepOutcome(None, skipped=False)

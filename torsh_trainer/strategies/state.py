@@ -1,0 +1,114 @@
+"""Optimizer and model state by parameter name, free of the engine that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torsh_trainer.errors import ConfigError, nearest
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """``{"state": {parameter name: {slot: value}}, "groups": [settings, "params": names]}``.
+
+    ``names`` maps ``id(parameter)`` to its name. Under ZeRO-1 the state holds this rank's share.
+    """
+    held = _holder(optimizer)
+    state = {names[id(p)]: dict(slots) for p, slots in held.state.items() if slots}
+    groups = []
+    for group in optimizer.param_groups:
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
+    return {"state": state, "groups": groups}
+
+
+def load_optimizers(
+    optimizers: Mapping[str, Optimizer], state: Mapping[str, Any], names: Mapping[int, str]
+) -> None:
+    """Puts back what ``optimizer_state`` gave for every optimizer of that name.
+
+    Raises:
+        ConfigError: the checkpoint holds other optimizers than this run.
+    """
+    if set(optimizers) != set(state):
+        missing = sorted(set(optimizers) ^ set(state))
+        raise ConfigError(
+            f"the checkpoint's optimizers are {sorted(state)}, this run's {sorted(optimizers)}",
+            fix=nearest(missing[0], state),
+        )
+    for name, optimizer in optimizers.items():
+        saved = state[name]
+        held = _holder(optimizer)
+        parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
+        mine = {names[id(p)] for g in held.param_groups for p in g["params"]}
+        for parameter_name in mine & set(saved["state"]):
+            held.state[parameters[parameter_name]] = dict(saved["state"][parameter_name])
+        for parameter_name in mine - set(saved["state"]):
+            held.state.pop(parameters[parameter_name], None)
+        _load_groups(optimizer, saved["groups"], names)
+
+
+def _load_groups(
+    optimizer: Optimizer, saved: list[Mapping[str, Any]], names: Mapping[int, str]
+) -> None:
+    """Settings (lr, momentum, ...) of the group that held the same first parameter."""
+    by_parameter = {name: group for group in saved for name in group["params"]}
+    for group in optimizer.param_groups:
+        source = by_parameter.get(names[id(group["params"][0])]) if group["params"] else None
+        for key, value in (source or {}).items():
+            if key in group and key not in ("params", "param_names", "fused", "foreach"):
+                group[key] = value
+
+
+def materialise_slots(optimizer: Optimizer) -> None:
+    """Creates the optimizer's state tensors without changing a parameter.
+
+    A step with zero gradients and a zero learning rate makes torch's optimizers allocate what a
+    checkpoint is then read into; learning rates and gradients are put back.
+    """
+    held = _holder(optimizer)
+    if any(held.state.values()):
+        return
+    gradients = [(p, p.grad) for g in held.param_groups for p in g["params"]]
+    settings: list[dict[str, Any]] = [
+        {key: group[key] for key in ("lr", "weight_decay") if key in group}
+        for group in held.param_groups
+    ]
+    for parameter, _ in gradients:
+        parameter.grad = torch.zeros_like(parameter)
+    for group in held.param_groups:
+        for key in ("lr", "weight_decay"):
+            if key in group:
+                group[key] = torch.zeros_like(group[key]) if isinstance(group[key], Tensor) else 0.0
+    held.step()
+    for group, saved in zip(held.param_groups, settings, strict=True):
+        group.update(saved)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+
+
+def load_tensors(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
+    """Copies tensors by name in place; a tensor that is already the target's own is left alone.
+
+    Raises:
+        ConfigError: the names differ.
+    """
+    if set(target) != set(source):
+        odd = sorted(set(target) ^ set(source))
+        raise ConfigError(
+            f"the checkpoint and the model differ in {len(odd)} tensors, {odd[0]!r} among them",
+            fix="resume with the model that was saved, or load it by trainer.pretrained",
+        )
+    with torch.no_grad():
+        for name, tensor in target.items():
+            if source[name] is not tensor:
+                tensor.copy_(source[name])
+
+
+def _holder(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that owns the state: the local one inside a ZeroRedundancyOptimizer."""
+    return getattr(optimizer, "optim", optimizer)
