@@ -1,0 +1,52 @@
+"""Batch arithmetic: ``batch_size = micro_batch_size * accumulate * data-parallel size``."""
+
+from __future__ import annotations
+
+from torsh_trainer.data.loading import Loading
+from torsh_trainer.errors import ConfigError
+
+DEFAULT_BATCH_SIZE = 64
+
+
+def batch_numbers(
+    loading: Loading, *, accumulate: int | None, dp_size: int
+) -> tuple[int, int, int]:
+    """(batch_size, micro_batch_size, accumulate), each given or derived from the others.
+
+    Raises:
+        ConfigError: the three contradict one another, or do not divide.
+    """
+    batch, micro = loading.batch_size, loading.micro_batch_size
+    if accumulate is not None and accumulate < 1:
+        raise ConfigError(f"trainer.accumulate={accumulate} is below 1", fix="1 is no accumulation")
+    if batch is None and micro is None:
+        batch = DEFAULT_BATCH_SIZE
+    if batch is not None and micro is not None:
+        derived = _divide(batch, micro * dp_size, f"data.micro_batch_size={micro}", dp_size)
+        if accumulate is not None and accumulate != derived:
+            raise ConfigError(
+                f"data.batch_size={batch} is not data.micro_batch_size={micro} x "
+                f"trainer.accumulate={accumulate} x {dp_size} processes",
+                fix="give two of the three; the third follows",
+            )
+        return batch, micro, derived
+    accumulate = accumulate or 1
+    if batch is None:
+        assert micro is not None
+        return micro * accumulate * dp_size, micro, accumulate
+    return (
+        batch,
+        _divide(batch, accumulate * dp_size, f"trainer.accumulate={accumulate}", dp_size),
+        accumulate,
+    )
+
+
+def _divide(batch: int, parts: int, what: str, dp_size: int) -> int:
+    if batch % parts:
+        below = batch // parts * parts
+        near = f"{below} or {below + parts}" if below else str(parts)
+        raise ConfigError(
+            f"data.batch_size={batch} does not divide over {what} x {dp_size} processes",
+            fix=f"data.batch_size={near} would",
+        )
+    return batch // parts
