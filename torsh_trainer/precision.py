@@ -15,8 +15,9 @@ class LossScaling:
     """Loss scaling for fp16.
 
     ``scale`` fixes the factor; None scales dynamically: start at ``initial_scale``, multiply by
-    ``backoff_factor`` after ``hysteresis`` overflows, by ``growth_factor`` after ``growth_interval``
-    steps without one, never below ``min_scale``. Defaults are those of torch.amp.GradScaler.
+    ``backoff_factor`` after ``hysteresis`` overflows, by ``growth_factor`` after so many steps
+    without one as ``growth_interval`` says, never below ``min_scale``. Defaults are those of
+    torch.amp.GradScaler.
     """
 
     scale: float | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -81,9 +80,9 @@ class Task:
         """Optimizers by name over the trainable parameters, as the engine holds them.
 
         Under a sharding engine the parameters are shards (DTensors of the same names and global
-        shapes). Most tasks return one optimizer called ``main``.
+        shapes). Most tasks have one optimizer, called ``main``.
         """
-        return {"main": self.optimizer.build(named_parameters)}
+        return self.optimizer.build_all(named_parameters)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Model outputs for a batch, already on the device. Default: ``model(batch[0])``."""
@@ -153,5 +152,3 @@ def parameter_count(model: nn.Module) -> tuple[int, int]:
     """Parameters in all and those that train."""
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
-
-

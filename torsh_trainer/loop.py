@@ -1,0 +1,456 @@
+"""The loop on one rank: steps, reports, evaluations, saves, and when to stop.
+
+Values leave the device only when a report is due. Whatever ends a run (a signal, the clock, a
+callback) is agreed among all ranks before any of them stops, about once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torsh_trainer.callbacks.base import (
+    Callback,
+    EvaluationReport,
+    SaveReport,
+    StepReport,
+)
+from torsh_trainer.checkpoint.base import Checkpointer
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.data.batch import Step
+from torsh_trainer.data.feed import TrainFeed
+from torsh_trainer.errors import Interrupted, TrainingError
+from torsh_trainer.pace import Pace
+from torsh_trainer.signals import Signals
+from torsh_trainer.strategies.base import Clip, Engine
+from torsh_trainer.task import Mean, Task
+
+log = logging.getLogger(__name__)
+
+SKIPPED_IN_A_ROW = 100
+"""So many skipped steps mean that training no longer happens."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a fit is over; None does not bound it."""
+
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    max_time_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """What is due when, in steps or epochs; None is never."""
+
+    log_every: int
+    eval_every: int | None = None
+    eval_every_epochs: int | None = None
+    save_every: int | None = None
+    save_every_epochs: int | None = None
+    save_at_end: bool = False
+
+
+@dataclass
+class Position:
+    """How far training is: everything that a resumed run goes on from, in plain numbers."""
+
+    step: int = 0
+    updates: int = 0
+    samples: int = 0
+    epoch: int = 0
+
+    @property
+    def skipped(self) -> int:
+        return self.step - self.updates
+
+
+@dataclass
+class Loop:
+    """Drives an engine through training; ``fit`` once, ``evaluate`` as often as needed."""
+
+    task: Task
+    engine: Engine
+    comm: Communicator
+    pace: Pace
+    clip: Clip
+    limits: Limits
+    cadence: Cadence
+    callbacks: Sequence[Callback]
+    checkpointer: Checkpointer
+    batches: Callable[[str], Iterable[tuple[Any, bool]]]
+    averaged: bool
+    on_nonfinite: Literal["stop", "skip", "continue"]
+    position: Position = field(default_factory=Position)
+    metrics: dict[str, float] = field(default_factory=dict)
+    train_loss: float | None = None
+    saved: str | None = None
+    samples_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._pending: list[tuple[tuple[Tensor, float], ...]] = []
+        self._pending_weight = 0.0
+        self._skipped_in_a_row = 0
+        self._evaluated_at = self._saved_at = self._logged_at = self.position.step
+        self._listeners = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
+        self._since = _Since(time.perf_counter(), self.position.samples, self.position.step)
+        self._started = time.perf_counter()
+
+    # -- fit ------------------------------------------------------------------------------------
+
+    def fit(self, feed: TrainFeed) -> None:
+        """Trains until a limit is reached, then saves and evaluates what is still due.
+
+        Raises:
+            TrainingError: the loss is not finite and ``on_nonfinite`` is stop.
+            Interrupted: a signal asked to stop; a checkpoint is saved first where saving is on.
+        """
+        self._started = time.perf_counter()
+        self._since = _Since(self._started, self.position.samples, self.position.step)
+        before = self.position.samples
+        with Signals() as signals:
+            stop = _Stop(self.comm, self.limits, signals, self._started)
+            steps = feed.steps()
+            try:
+                self._train(steps, stop)
+            finally:
+                steps.close()
+            if self.position.step > self._logged_at:
+                self._tell(self._metrics(None))
+            self._rate(self.position.samples - before)
+            if stop.signal:
+                self._interrupted(stop.signal)
+        if self.cadence.save_at_end and self._saved_at < self.position.step:
+            self.save()
+        if self._evaluates and self._evaluated_at < self.position.step:
+            self._evaluate_now("eval")
+
+    def _train(self, steps: Generator[Step, None, None], stop: _Stop) -> None:
+        position, log_every = self.position, self.cadence.log_every
+        last_step = self.limits.max_steps
+        first = position.step + 1
+        clock, since = time.perf_counter, self._since
+        while last_step is None or position.step < last_step:
+            began = clock()
+            work = next(steps)
+            since.waited += clock() - began
+            step = position.step + 1
+            due = step % log_every == 0 or step in (first, last_step)
+            norm = self._step(work, measure_norm=due)
+            position.epoch = work.epoch
+            metrics = self._metrics(norm) if due else None
+            wants_stop = self._tell(metrics)
+            if work.ends_epoch:
+                position.epoch += 1
+                self.pace.on_epoch()
+            wants_stop = self._after_step(ends_epoch=work.ends_epoch) or wants_stop
+            if stop.now(position.step, wants_stop):
+                return
+            if work.ends_epoch and position.epoch == self.limits.max_epochs:
+                return
+
+    def _step(self, work: Step, *, measure_norm: bool) -> Tensor | None:
+        position, engine = self.position, self.engine
+        engine.zero_grad()
+        report = engine.forward_backward(work.micro_batches, work.weight, self.task)
+        self.pace.before_update(position.updates)
+        outcome = engine.step(self.clip, measure_norm=measure_norm)
+        position.step += 1
+        position.samples += work.samples
+        if outcome.skipped:
+            self._count_skipped()
+        else:
+            position.updates += 1
+            self._skipped_in_a_row = 0
+            self._pending.append(report.parts)
+            self._pending_weight += work.weight
+            self.pace.after_update()
+        return outcome.grad_norm
+
+    def _count_skipped(self) -> None:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"{SKIPPED_IN_A_ROW} steps in a row had gradients that are not finite, "
+                f"up to step {self.position.step}",
+                fix="lower optimizer.lr, set trainer.max_grad_norm, or look at the data",
+                step=self.position.step,
+            )
+
+    def _after_step(self, *, ends_epoch: bool) -> bool:
+        """Evaluates and saves what is due; true when a callback asks to stop."""
+        step, epoch, every = self.position.step, self.position.epoch, self.cadence
+        stop = False
+        if self._evaluates and (
+            _due(step, every.eval_every) or (ends_epoch and _due(epoch, every.eval_every_epochs))
+        ):
+            stop = self._evaluate_now("eval")
+        if _due(step, every.save_every) or (ends_epoch and _due(epoch, every.save_every_epochs)):
+            self.save()
+        return stop
+
+    @property
+    def _evaluates(self) -> bool:
+        every = self.cadence
+        wanted = every.eval_every is not None or every.eval_every_epochs is not None
+        return wanted and self.task.data.eval is not None
+
+    def _interrupted(self, signal: int) -> None:
+        saving = self.cadence.save_at_end or self.cadence.save_every is not None
+        if saving and self._saved_at < self.position.step:
+            self.save()
+        raise Interrupted(
+            f"stopped by signal {signal} after step {self.position.step}",
+            fix="checkpoint.resume=auto in the same run directory goes on from here"
+            if saving
+            else "nothing was saved: checkpoint.at_end is off",
+            signal=signal,
+            step=self.position.step,
+        )
+
+    def _rate(self, samples: int) -> None:
+        wall_s = time.perf_counter() - self._started - self._since.paused
+        self.samples_per_s = samples / wall_s if samples else None
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def _tell(self, metrics: Mapping[str, float] | None) -> bool:
+        position = self.position
+        report = StepReport(position.step, position.epoch, position.samples, metrics)
+        stop = False
+        for callback in self._listeners:
+            if callback.on_step(report):
+                stop = True
+        return stop
+
+    def _metrics(self, norm: Tensor | None) -> dict[str, float]:
+        """The numbers of a report, the same on every rank; the first read since the last one."""
+        loss = self._settle_losses()
+        position, now, since = self.position, time.perf_counter(), self._since
+        steps = max(1, position.step - since.step)
+        metrics = {
+            "loss": loss,
+            "lr": self.pace.learning_rate,
+            "grad_norm": math.nan if norm is None else float(norm),
+            "samples_per_s": (position.samples - since.samples) / max(1e-9, now - since.time),
+            "data_wait_s": since.waited / steps,
+            "step_s": (now - since.time) / steps,
+            "skipped": float(position.skipped),
+        }
+        if norm is None:
+            del metrics["grad_norm"]
+        since.restart(now, position)
+        self._logged_at = position.step
+        return metrics
+
+    def _settle_losses(self) -> float:
+        """The mean loss over the global batches since the last report.
+
+        Raises:
+            TrainingError: it is not finite, and that is to stop the run.
+        """
+        if not self._pending:
+            return math.nan if self.train_loss is None else self.train_loss
+        parts = [part for step_parts in self._pending for part in step_parts]
+        losses = torch.stack([loss for loss, _ in parts]).double()
+        weights = [weight for _, weight in parts]
+        # A filler's loss may be 0/0; it weighs nothing.
+        local = sum(v * w for v, w in zip(losses.tolist(), weights, strict=True) if w)
+        total = self.comm.reduce_values([local])[0]
+        mean = total / self._pending_weight
+        if not math.isfinite(mean) and self.on_nonfinite == "stop":
+            self._stop_on_nonfinite(mean)
+        self._pending.clear()
+        self._pending_weight = 0.0
+        self.train_loss = mean
+        return mean
+
+    def _stop_on_nonfinite(self, mean: float) -> None:
+        first = self.position.updates - len(self._pending) + 1
+        bad = math.inf
+        for i, parts in enumerate(self._pending):
+            if any(weight and not bool(torch.isfinite(loss)) for loss, weight in parts):
+                bad = float(first + i)
+                break
+        step = self.comm.reduce_values([bad], op="min")[0]
+        where = f"at step {int(step)}" if math.isfinite(step) else "in their sum"
+        raise TrainingError(
+            f"the loss is not finite ({mean}), first {where}",
+            fix="lower optimizer.lr, set trainer.max_grad_norm, or trainer.on_nonfinite=skip",
+            step=step,
+        )
+
+    # -- evaluation and saving ------------------------------------------------------------------
+
+    def _evaluate_now(self, split: str) -> bool:
+        if self._pending:  # never evaluate or save what is already broken
+            self._settle_quietly()
+        report = self.evaluate(split)
+        self._evaluated_at = self.position.step
+        self.pace.on_evaluate(report.metrics)
+        stop = [callback.on_evaluate(report) for callback in self.callbacks]
+        self._since.pause(report.wall_s)
+        return any(stop)
+
+    def _settle_quietly(self) -> None:
+        if self.on_nonfinite == "stop":
+            losses = torch.stack([part[0] for parts in self._pending for part in parts if part[1]])
+            bad = self.comm.reduce_values([float(not bool(torch.isfinite(losses).all()))])[0]
+            if bad:
+                self._stop_on_nonfinite(math.nan)
+
+    def evaluate(self, split: str) -> EvaluationReport:
+        """Metrics of a split, reduced over all ranks."""
+        began = time.perf_counter()
+        sums = self.engine.evaluate(self.batches(split), self.task, averaged=self.averaged)
+        means = self.task.summarise(reduced(sums, self.comm))
+        if split == "eval":
+            self.metrics = means
+        else:
+            self.metrics = {**self.metrics, **{f"{split}_{k}": v for k, v in means.items()}}
+        position = self.position
+        return EvaluationReport(
+            split=split,
+            step=position.step,
+            epoch=position.epoch,
+            samples=position.samples,
+            metrics=means,
+            wall_s=time.perf_counter() - began,
+        )
+
+    def save(self) -> None:
+        """Saves a checkpoint of this moment."""
+        if self._pending:
+            self._settle_quietly()
+        began = time.perf_counter()
+        path = self.checkpointer.save(self.position.step, self.state(), self.metrics)
+        self._saved_at = self.position.step
+        self.saved = str(path)
+        report = SaveReport(self.position.step, self.saved, time.perf_counter() - began)
+        for callback in self.callbacks:
+            callback.on_save(report)
+        self._since.pause(report.wall_s)
+
+    def state(self, *, template: bool = False) -> dict[str, Any]:
+        """All that a resumed run needs; ``template`` is for a checkpoint to fill."""
+        engine = self.engine.state_template() if template else self.engine.state_dict()
+        position = self.position
+        return {
+            "engine": engine,
+            "position": {
+                "step": position.step,
+                "updates": position.updates,
+                "samples": position.samples,
+                "epoch": position.epoch,
+            },
+            "schedule": self.pace.state_dict(),
+            "task": self.task.state_dict(),
+            "callbacks": {
+                f"{type(c).__name__}": c.state_dict() for c in self.callbacks if c.state_dict()
+            },
+            "rng": {f"rank_{self.comm.world.rank}": torch.get_rng_state()},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state`` gave, filled by a checkpointer."""
+        self.engine.load_state_dict(state["engine"])
+        self.position = Position(**{k: int(v) for k, v in state["position"].items()})
+        self.pace.load_state_dict(state["schedule"])
+        self.task.load_state_dict(state["task"])
+        for callback in self.callbacks:
+            kept = state["callbacks"].get(type(callback).__name__)
+            if kept:
+                callback.load_state_dict(kept)
+        rng = state["rng"].get(f"rank_{self.comm.world.rank}")
+        if rng is not None:
+            torch.set_rng_state(rng)
+        self._evaluated_at = self._saved_at = self._logged_at = self.position.step
+
+
+def reduced(sums: Mapping[str, Mean], comm: Communicator) -> dict[str, float]:
+    """Means over all ranks from sums of one rank; a metric's weight may be 0 on some ranks."""
+    names = (
+        sorted(set().union(*comm.all_gather_object(sorted(sums))))
+        if comm.world.size > 1
+        else (sorted(sums))
+    )
+    zero = Mean(0.0, 0.0)
+    flat = [float(value) for name in names for value in sums.get(name, zero)]
+    totals = comm.reduce_values(flat) if flat else []
+    return {
+        name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else math.nan
+        for i, name in enumerate(names)
+    }
+
+
+def _due(count: int, every: int | None) -> bool:
+    return every is not None and count % every == 0
+
+
+class _Since:
+    """Clock and counters since the last report, evaluations and saves left out."""
+
+    __slots__ = ("paused", "samples", "step", "time", "waited")
+
+    def __init__(self, now: float, samples: int, step: int) -> None:
+        self.time, self.samples, self.step, self.waited = now, samples, step, 0.0
+        self.paused = 0.0
+
+    def restart(self, now: float, position: Position) -> None:
+        self.time, self.samples, self.step, self.waited = now, position.samples, position.step, 0.0
+
+    def pause(self, seconds: float) -> None:
+        self.time += seconds
+        self.paused += seconds
+
+
+class _Stop:
+    """Whether all ranks stop after this step.
+
+    One process decides at once. Several agree: about once a second every rank adds what it knows
+    to one small reduction, whose step all of them compute alike.
+    """
+
+    def __init__(
+        self, comm: Communicator, limits: Limits, signals: Signals, started: float
+    ) -> None:
+        self.signal = 0
+        self._comm = comm
+        self._alone = comm.world.size == 1
+        self._deadline = None if limits.max_time_s is None else started + limits.max_time_s
+        self._signals = signals
+        self._wanted = False
+        self._next = 1
+        self._last = (0, started)
+
+    def now(self, step: int, wanted: bool) -> bool:
+        if wanted:
+            self._wanted = True
+        if self._alone:
+            self.signal = self._signals.received
+            return bool(self._wanted or self.signal or self._late())
+        return step >= self._next and self._agree(step)
+
+    def _late(self) -> bool:
+        return self._deadline is not None and time.perf_counter() >= self._deadline
+
+    def _agree(self, step: int) -> bool:
+        now = time.perf_counter()
+        before, then = self._last
+        rate = (step - before) / max(1e-6, now - then)
+        stop = float(self._wanted or self._late())
+        signal, stop, rate = self._comm.reduce_values(
+            [float(self._signals.received), stop, rate], op="max"
+        )
+        self._last = (step, now)
+        self._next = step + max(1, min(1000, int(rate)))
+        self.signal = int(signal)
+        return bool(stop or signal)

@@ -1,0 +1,68 @@
+"""Learning rates in a run: a schedule applied to the optimizers' groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torsh_trainer.schedule.base import RunningSchedule, Schedule, StatefulSchedule
+
+
+class Pace:
+    """Sets every group's learning rate before each update.
+
+    ``total`` is the number of updates that the run will make, None when unknown. A group's base
+    rate is what the optimizer was built with; a pure schedule multiplies it by its factor.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | StatefulSchedule | None,
+        optimizers: Mapping[str, Optimizer],
+        *,
+        total: int | None,
+    ) -> None:
+        self._groups = [group for o in optimizers.values() for group in o.param_groups]
+        self._base = [float(group["lr"]) for group in self._groups]
+        self._total = total
+        self._running: RunningSchedule | None = None
+        self._pure: Schedule | None = None
+        if isinstance(schedule, StatefulSchedule):
+            self._running = schedule.start(optimizers, total=total)
+        elif schedule is not None:
+            schedule.factor(0, total)  # a schedule that needs a total says so before the first step
+            self._pure = None if schedule.constant else schedule
+
+    @property
+    def learning_rate(self) -> float:
+        """The first group's."""
+        return float(self._groups[0]["lr"])
+
+    def before_update(self, update: int) -> None:
+        if self._pure is not None:
+            factor = self._pure.factor(update, self._total)
+            for group, base in zip(self._groups, self._base, strict=True):
+                group["lr"] = base * factor
+
+    def after_update(self) -> None:
+        if self._running is not None:
+            self._running.on_update()
+
+    def on_epoch(self) -> None:
+        if self._running is not None:
+            self._running.on_epoch()
+
+    def on_evaluate(self, metrics: Mapping[str, float]) -> None:
+        if self._running is not None:
+            self._running.on_evaluate(metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        running = {} if self._running is None else self._running.state_dict()
+        return {"base": list(self._base), "running": running}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Progress of a stateful schedule; base rates stay those of this run's configuration."""
+        if self._running is not None and state["running"]:
+            self._running.load_state_dict(state["running"])

@@ -1,0 +1,463 @@
+"""One rank of a run: from knobs to a running loop, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from torsh_trainer import hardware, registry
+from torsh_trainer.callbacks.base import MainOnly, RunInfo
+from torsh_trainer.callbacks.summary import summarise
+from torsh_trainer.checkpoint.base import Checkpointer
+from torsh_trainer.checkpoint.dcp import DcpCheckpointer
+from torsh_trainer.checkpoint.resume import find
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.start import create
+from torsh_trainer.data.arithmetic import batch_numbers
+from torsh_trainer.data.feed import TrainFeed, eval_batches
+from torsh_trainer.data.sampler import Cut, mix
+from torsh_trainer.errors import ConfigError, TorshError
+from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
+from torsh_trainer.loop import Cadence, Limits, Loop, Position
+from torsh_trainer.pace import Pace
+from torsh_trainer.rundir import RunDir
+from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Mesh, Strategy
+from torsh_trainer.task import Task, parameter_count
+from torsh_trainer.weights import freeze, load_pretrained
+from torsh_trainer.world import World
+
+if TYPE_CHECKING:  # the trainer is what this module is called by
+    from torsh_trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def run_rank(trainer: Trainer, world: World) -> tuple[dict[str, Any], nn.Module]:
+    """Runs every stage as this process of the job: (content of result.json, trained module).
+
+    Raises:
+        TorshError: after result.json has been left with the error.
+    """
+    began = time.perf_counter()
+    device = hardware.choose_device(trainer.device, world)
+    if trainer.deterministic:
+        _deterministic()
+    strategy = trainer.strategy
+    if isinstance(strategy, str):
+        strategy = registry.strategy_class(strategy)()
+    mesh = strategy.mesh(world)
+    comm = create(world, trainer.comm, device, process_group=strategy.needs_process_group(world))
+    rank = None
+    try:
+        home = _home(trainer, comm, device)
+        with home.logging(world, trainer.log_level):
+            rank = Rank(_rehearsal(trainer), world, comm, mesh, strategy, home.path, began)
+            with _reported(rank, home):
+                rank.run()
+                content = rank.result()
+                home.write_result(content)
+            return content, rank.engine.model
+    finally:
+        if rank is not None:
+            rank.close()
+        comm.close()
+
+
+class Rank:
+    """The parts of a run on one process, each made when it is first needed."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        world: World,
+        comm: Communicator,
+        mesh: Mesh,
+        strategy: Strategy,
+        run_dir: Path,
+        began: float,
+    ) -> None:
+        self.trainer = trainer
+        self.world = world
+        self.comm = comm
+        self.mesh = mesh
+        self.run_dir = run_dir
+        self.task = _scaled(trainer.task, mesh)
+        self.callbacks = [
+            c for c in trainer.callbacks if world.is_main or not isinstance(c, MainOnly)
+        ]
+        self.findings: dict[str, Any] = {}
+        self._began = began
+        self.job = _job(trainer, self.task, mesh)
+        self.strategy = strategy.resolve(self.job, comm)
+
+    def run(self) -> None:
+        self._resume()
+        info = self._info()
+        for callback in self.callbacks:
+            callback.on_start(info)
+        for stage in self.trainer.stages:
+            getattr(self, f"_{stage}")()
+        self.checkpointer.close()
+        result = self.result()
+        for callback in self.callbacks:
+            callback.on_end(result)
+
+    # -- parts ----------------------------------------------------------------------------------
+
+    @cached_property
+    def engine(self) -> Engine:
+        return self.strategy.prepare(self.job, self.comm)
+
+    @cached_property
+    def cut(self) -> Cut:
+        batch = self.job.batch
+        return Cut(batch.batch_size, batch.micro_batch_size, self.mesh.dp, self.mesh.dp_rank)
+
+    @property
+    def checkpoints(self) -> Path:
+        options = self.trainer.checkpoint
+        return Path(options.dir) if options.dir else RunDir(self.run_dir).checkpoints
+
+    @cached_property
+    def checkpointer(self) -> Checkpointer:
+        return DcpCheckpointer(self.checkpoints, self.comm, self.trainer.checkpoint)
+
+    @cached_property
+    def loop(self) -> Loop:
+        trainer, options = self.trainer, self.trainer.checkpoint
+        return Loop(
+            task=self.task,
+            engine=self.engine,
+            comm=self.comm,
+            pace=Pace(trainer.schedule, self.engine.optimizers, total=self.total_steps),
+            clip=self.job.clip,
+            limits=Limits(trainer.max_steps, trainer.max_epochs, trainer.max_time_s),
+            cadence=Cadence(
+                log_every=trainer.log_every,
+                eval_every=trainer.eval_every,
+                eval_every_epochs=trainer.eval_every_epochs,
+                save_every=options.every_steps,
+                save_every_epochs=options.every_epochs,
+                save_at_end=options.at_end,
+            ),
+            callbacks=self.callbacks,
+            checkpointer=self.checkpointer,
+            batches=self._batches,
+            averaged=trainer.ema_decay is not None,
+            on_nonfinite=trainer.on_nonfinite,
+        )
+
+    @cached_property
+    def steps_per_epoch(self) -> int | None:
+        dataset = self.task.data.train
+        if dataset is None or not hasattr(dataset, "__len__"):
+            return None
+        size, batch = len(dataset), self.job.batch.batch_size
+        if self.trainer.overfit_batches is not None:
+            size = min(size, self.trainer.overfit_batches * batch)
+        return size // batch if self.trainer.loading.drop_last else -(-size // batch)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The step at which the fit will end, as far as steps and epochs say."""
+        trainer = self.trainer
+        by_epochs = (
+            None
+            if trainer.max_epochs is None or self.steps_per_epoch is None
+            else trainer.max_epochs * self.steps_per_epoch
+        )
+        bounds = [bound for bound in (trainer.max_steps, by_epochs) if bound is not None]
+        return min(bounds, default=None)
+
+    def _batches(self, split: str) -> Iterator[tuple[Any, bool]]:
+        return eval_batches(
+            self.task,
+            split,
+            self.trainer.loading,
+            self.cut,
+            self.comm,
+            limit=self.trainer.eval_batches,
+        )
+
+    # -- stages ---------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        resume = self.trainer.checkpoint.resume
+        found = _from_main(self.comm, lambda: find(resume, self.checkpoints))
+        if found is None:
+            return
+        source = DcpCheckpointer(found.parent, self.comm, self.trainer.checkpoint)
+        step = int(found.name.rpartition("-")[2])
+        template = self.loop.state(template=True)
+        self.loop.load(source.load(template, step))
+        log.info("resumed from %s at step %d", found, self.loop.position.step)
+
+    def _feed(self, cut: Cut, position: Position | None = None) -> TrainFeed:
+        position = position or Position()
+        return TrainFeed(
+            self.task,
+            self.trainer.loading,
+            cut,
+            self.comm,
+            seed=self.trainer.seed,
+            consumed=position.samples,
+            step=position.step,
+            overfit_batches=self.trainer.overfit_batches,
+        )
+
+    def _fit(self) -> None:
+        self.loop.fit(self._feed(self.cut, self.loop.position))
+
+    def _evaluate(self) -> None:
+        self._evaluate_split("eval")
+
+    def _test(self) -> None:
+        self._evaluate_split("test")
+
+    def _evaluate_split(self, split: str) -> None:
+        report = self.loop.evaluate(split)
+        for callback in self.callbacks:
+            callback.on_evaluate(report)
+
+    def _predict(self) -> None:
+        outputs = self.engine.predict(
+            self._batches("predict"), self.task, averaged=self.trainer.ema_decay is not None
+        )
+        mine = [_to_host(output) for output in outputs]
+        by_rank = self.comm.all_gather_object(mine)
+        if self.world.is_main:
+            rounds = max(map(len, by_rank))
+            ordered = [part[i] for i in range(rounds) for part in by_rank if i < len(part)]
+            torch.save(_joined(ordered), self.run_dir / "predictions.pt")
+
+    def _find_lr(self) -> None:
+        engine = self.strategy.prepare(self.job, self.comm)
+        feed = self._feed(self.cut)
+        found = find_lr(engine, feed, self.task, self.comm)
+        engine.close()
+        self._found("lr_finder", found)
+
+    def _find_batch_size(self) -> None:
+        def prepare(size: int) -> tuple[Engine, TrainFeed]:
+            plan = BatchPlan(size, size, 1, 1)
+            job = replace(self.job, batch=plan)
+            return self.strategy.prepare(job, self.comm), self._feed(Cut(size, size, 1, 0))
+
+        most = len(self.task.data.train)
+        self._found("batch_size_finder", find_batch_size(prepare, self.task, self.comm, most=most))
+
+    def _found(self, name: str, found: LearningRates | BatchSizes) -> None:
+        self.findings[name] = found.as_dict()
+        if self.world.is_main:
+            log.warning("%s", found)
+
+    # -- what is told ---------------------------------------------------------------------------
+
+    def _info(self) -> RunInfo:
+        trainer, batch = self.trainer, self.job.batch
+        parameters, trainable = parameter_count(self.engine.model)
+        flops = self.task.flops_per_sample(self.engine.model)
+        peak = None
+        if flops is not None:
+            low = trainer.precision.compute != "fp32"
+            peak = hardware.peak_flops(self.comm.device, low_precision=low)
+        return RunInfo(
+            run_dir=self.run_dir,
+            world=self.world,
+            strategy=self.strategy.name,
+            backend=self.comm.backend,
+            precision=trainer.precision.name,
+            device=str(self.comm.device),
+            batch_size=batch.batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            accumulate=batch.accumulate,
+            max_steps=trainer.max_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            first_step=self.loop.position.step + 1,
+            parameters=parameters,
+            trainable_parameters=trainable,
+            unit=self.task.unit,
+            units_per_sample=self.task.units_per_sample,
+            flops_per_sample=flops,
+            peak_flops=None if peak is None else peak * self.world.size,
+            threads=torch.get_num_threads(),
+            model_summary=summarise(self.engine.model) if self.world.is_main else "",
+            config=trainer.config,
+            total_steps=self.total_steps,
+            max_time_s=trainer.max_time_s,
+        )
+
+    def result(self) -> dict[str, Any]:
+        """The content of result.json."""
+        loop, wall_s = self.loop, time.perf_counter() - self._began
+        return {
+            "strategy": self.strategy.name,
+            "comm": self.comm.backend,
+            "world_size": self.world.size,
+            "precision": self.trainer.precision.name,
+            "steps": loop.position.step,
+            "updates": loop.position.updates,
+            "epochs": loop.position.epoch,
+            "samples": loop.position.samples,
+            "train_loss": loop.train_loss,
+            "metrics": loop.metrics,
+            "wall_s": wall_s,
+            "samples_per_s": loop.samples_per_s,
+            "peak_memory_bytes": hardware.peak_memory_bytes(self.comm.device),
+            "checkpoint": loop.saved,
+            "run_dir": str(self.run_dir),
+            **self.findings,
+        }
+
+    def failed(self, error: BaseException) -> None:
+        for callback in self.callbacks:
+            callback.on_error(error)
+
+    def close(self) -> None:
+        if "engine" in self.__dict__:
+            self.engine.close()
+
+
+def _home(trainer: Trainer, comm: Communicator, device: torch.device) -> RunDir:
+    """The run directory, made and named by rank 0."""
+
+    def make() -> Path:
+        home = RunDir.create(None if trainer.run_dir is None else Path(trainer.run_dir))
+        home.write_config(trainer.config)
+        home.start_provenance(
+            command=trainer.command,
+            threads=torch.get_num_threads(),
+            devices=[torch.cuda.get_device_name(device)] if device.type == "cuda" else [],
+        )
+        return home.path
+
+    return RunDir(_from_main(comm, make))
+
+
+def _from_main(comm: Communicator, make: Callable[[], T]) -> T:
+    """What ``make`` gives on rank 0, on every rank; its TorshError is raised on every rank."""
+    made: Any = None
+    if comm.world.is_main:
+        try:
+            made = make()
+        except TorshError as error:
+            made = error
+    made = comm.broadcast_object(made)
+    if isinstance(made, TorshError):
+        raise made
+    result: T = made
+    return result
+
+
+@contextlib.contextmanager
+def _reported(rank: Rank, home: Any) -> Iterator[None]:
+    """A failure tells the callbacks and leaves result.json before it goes on its way."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        rank.failed(error)
+        home.write_error(error)
+        raise
+
+
+def _scaled(task: Task, mesh: Mesh) -> Task:
+    """The task with its learning rate scaled by the data-parallel size, where asked for."""
+    if task.optimizer.lr_scaling == "none":
+        return task
+    task = copy.copy(task)
+    task.optimizer = task.optimizer.scaled(mesh.dp)
+    return task
+
+
+def _check_scaling(trainer: Trainer) -> None:
+    scaling = trainer.task.optimizer.lr_scaling
+    if scaling != "none" and trainer.loading.batch_size is not None:
+        raise ConfigError(
+            f"optimizer.lr_scaling={scaling} belongs to a fixed micro-batch: under data.batch_size="
+            f"{trainer.loading.batch_size} the number of processes changes no result",
+            fix="set data.micro_batch_size and data.batch_size=null, or optimizer.lr_scaling=none",
+        )
+
+
+def _job(trainer: Trainer, task: Task, mesh: Mesh) -> Job:
+    _check_scaling(trainer)
+    numbers = batch_numbers(trainer.loading, accumulate=trainer.accumulate, dp_size=mesh.dp)
+    return Job(
+        task=task,
+        build_model=partial(_build_model, trainer),
+        batch=BatchPlan(*numbers, mesh.dp),
+        precision=trainer.precision,
+        compression=trainer.compression,
+        clip=Clip(trainer.max_grad_norm, trainer.max_grad_value),
+        activation_checkpointing=trainer.activation_checkpointing,
+        checkpoint_modules=tuple(trainer.checkpoint_modules),
+        compile=dict(trainer.compile_options) if trainer.compile else None,
+        ema_decay=trainer.ema_decay,
+        skip_nonfinite=trainer.on_nonfinite == "skip",
+        sync_batchnorm=trainer.sync_batchnorm,
+        max_steps=trainer.max_steps,
+        seed=trainer.seed,
+        deterministic=trainer.deterministic,
+    )
+
+
+def _build_model(trainer: Trainer) -> nn.Module:
+    """A seeded, pretrained and frozen module on the CPU, the same on every rank."""
+    torch.manual_seed(mix(trainer.seed, -1))
+    model = trainer.task.build_model()
+    if trainer.pretrained is not None:
+        report = load_pretrained(model, trainer.pretrained, strict=trainer.pretrained_strict)
+        log.info("%s", report)
+    if trainer.frozen:
+        names = freeze(model, trainer.frozen)
+        log.info("%d parameters are frozen", len(names))
+    return model
+
+
+def _rehearsal(trainer: Trainer) -> Trainer:
+    """``fast_dev_run``: one step, one batch of each split, nothing saved."""
+    if not trainer.fast_dev_run:
+        return trainer
+    quiet = replace(
+        trainer.checkpoint, every_steps=None, every_epochs=None, at_end=False, resume="never"
+    )
+    return replace(
+        trainer,
+        max_steps=1,
+        max_epochs=None,
+        max_time=None,
+        eval_every=None,
+        eval_every_epochs=1,
+        eval_batches=1,
+        log_every=1,
+        checkpoint=quiet,
+    )
+
+
+def _deterministic() -> None:
+    # cuBLAS reads this when its handle is made, so it has to be in the environment itself.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def _to_host(output: Any) -> Any:
+    return output.detach().cpu() if isinstance(output, torch.Tensor) else output
+
+
+def _joined(parts: list[Any]) -> Any:
+    if parts and all(isinstance(part, torch.Tensor) for part in parts):
+        return torch.cat(parts)
+    return [value for part in parts for value in (part if isinstance(part, list) else [part])]
