@@ -1,0 +1,79 @@
+"""(c) From the shell to the end of the first step, and (d) peak memory, each in a new process."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+SCRIPTS: dict[str, list[str]] = {
+    "bare script": [str(HERE / "scripts" / "bare.py")],
+    "ToRSh Trainer (+recipe=digits)": [
+        "-m",
+        "torsh_trainer",
+        "+recipe=digits",
+        "strategy=single",
+        "trainer.stages=[fit]",
+        "checkpoint.at_end=false",
+        "+callbacks.mark._target_=benchmarks.scripts.mark.Mark",
+    ],
+    "Lightning Trainer": [str(HERE / "scripts" / "lightning_script.py")],
+}
+
+
+def measure(*, repeats: int, steps: int) -> list[dict[str, Any]]:
+    """One row for each script: medians over interleaved runs."""
+    seen: dict[str, list[dict[str, float]]] = {name: [] for name in SCRIPTS}
+    for _ in range(repeats):
+        for name, arguments in SCRIPTS.items():
+            seen[name].append(_run(name, arguments, steps))
+    rows = [
+        {
+            "contender": name,
+            "first_step_s": statistics.median(run["first_step_s"] for run in runs),
+            "peak_mib": statistics.median(run["peak_bytes"] for run in runs) / 2**20,
+            "runs": len(runs),
+        }
+        for name, runs in seen.items()
+    ]
+    for row in rows:
+        row["first_step_ratio"] = row["first_step_s"] / rows[0]["first_step_s"]
+        row["peak_ratio"] = row["peak_mib"] / rows[0]["peak_mib"]
+        print(
+            f"  {row['contender']}: first step after {row['first_step_s']:.2f} s "
+            f"({row['first_step_ratio']:.2f}x), peak {row['peak_mib']:.0f} MiB",
+            flush=True,
+        )
+    return rows
+
+
+def _run(name: str, arguments: list[str], steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        marks = Path(folder) / "marks.json"
+        extra = [f"trainer.max_steps={steps}"] if "-m" in arguments else [str(steps)]
+        env = {
+            **os.environ,
+            "BENCHMARK_MARKS": str(marks),
+            "PYTHONPATH": str(HERE.parent),
+        }
+        began = time.time()
+        done = subprocess.run(
+            [sys.executable, *arguments, *extra],
+            cwd=folder,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
+        found = json.loads(marks.read_text(encoding="utf-8"))
+        return {"first_step_s": found["first_step"] - began, "peak_bytes": found["peak_bytes"]}

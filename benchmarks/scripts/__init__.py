@@ -1,0 +1,1 @@
+"""Whole programs whose start-up time and memory are measured."""

@@ -1,0 +1,47 @@
+"""(a) What a step costs over the bare PyTorch loop, in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import ALL, as_is, endless, torsh
+from benchmarks.work import BATCH, MODELS, BareLoop, Between, Samples, build_model
+from torsh_trainer.data.feed import in_order_of
+from torsh_trainer.data.loading import Loading
+
+BLOCK = 50
+
+
+def measure(*, blocks: int, device: str) -> list[dict[str, Any]]:
+    """One row for each model and contender: microseconds a step over the bare loop beside it."""
+    rows = []
+    for model, widths in MODELS.items():
+        for name, contender in ALL.items():
+            # The bare loop reads through the contender's own kind of loader: only the loop differs.
+            source = ours if contender is torsh else endless
+            loop = BareLoop(build_model(widths).to(device), iter(source(Samples())), device)
+            data = Between(loop.run, block=BLOCK, device="cpu")
+            steps = BLOCK * (blocks + 4)
+            with tempfile.TemporaryDirectory() as folder:
+                torch.manual_seed(0)
+                contender(data, steps, widths, Path(folder), device)
+            rows.append(
+                {
+                    "model": model,
+                    "contender": name,
+                    "extra_us": data.blocks.extra_us,
+                    "bare_us": data.blocks.bare_us,
+                    "blocks": len(data.blocks.bare),
+                }
+            )
+            print(f"  {model}: {name}: {data.blocks.extra_us:+.1f} us a step", flush=True)
+    return rows
+
+
+def ours(data: Any) -> Any:
+    """Batches through this product's loader, without its loop."""
+    return in_order_of(data, Loading(batch_size=BATCH), seed=0, collate=as_is)
