@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torsh_trainer.errors import ConfigError
 
@@ -31,6 +32,12 @@ class World:
     ``node_rank`` in [0, nodes). ``source`` names the environment that decided (``torchrun``,
     ``slurm``, ..., ``alone``) and ``reasons`` lists the variables that it read, one line each.
 
+    ``told`` says how much of this was told: ``process`` everything; ``rank`` the rank, but not the
+    place on the node (RANK without LOCAL_RANK), so that ``rank`` may also be the first of several
+    processes that a launcher starts here; ``node`` only the node's number, so that ``local_size``
+    processes are still to be started, of which ``rank`` is the first. Running processes have
+    ``process``.
+
     Raises:
         ConfigError: the numbers contradict one another.
     """
@@ -44,6 +51,7 @@ class World:
     rendezvous: Rendezvous | None = None
     source: str = "alone"
     reasons: tuple[str, ...] = field(default=(), compare=False)
+    told: Literal["process", "rank", "node"] = "process"
 
     def __post_init__(self) -> None:
         ranges = (

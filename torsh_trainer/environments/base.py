@@ -13,6 +13,8 @@ class Environment(abc.ABC):
     """A way in which processes come to know their place (torchrun, SLURM, mpirun, ...)."""
 
     name: ClassVar[str]
+    variables: ClassVar[tuple[str, ...]]
+    """Every variable that ``world`` looks at; ``explain`` shows those that are set."""
 
     @abc.abstractmethod
     def world(self, env: Mapping[str, str]) -> World | None:
@@ -24,3 +26,7 @@ class Environment(abc.ABC):
         Raises:
             ConfigError: the variables are of this kind but contradict one another.
         """
+
+    @abc.abstractmethod
+    def absence(self, env: Mapping[str, str]) -> str:
+        """Why ``world(env)`` is None, in a few words: ``OMPI_COMM_WORLD_RANK is not set``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torsh_trainer import environments
 from torsh_trainer.world import World
 
 
@@ -16,8 +17,9 @@ class LaunchContext:
     """What a launcher needs of the outside world, read once at the door.
 
     ``found`` is the place that an environment (torchrun, SLURM, ...) already gave this process,
-    or None when the process stands alone. ``log_dir`` is where workers write ``rank-N.log``; None
-    leaves their output on the parent's.
+    or None when the process stands alone. ``log_dir`` is where all workers but rank 0, whose output
+    goes where the parent's goes, write ``rank-N.log``; None is a temporary folder, which stays (and
+    is named) only if the job fails.
     """
 
     env: Mapping[str, str]
@@ -40,3 +42,9 @@ class Launcher(abc.ABC):
             WorkerError: a worker raised, was killed or did not start; all others are stopped.
             Interrupted: a signal asked the job to stop; all workers are stopped.
         """
+
+
+def print_explanation(context: LaunchContext, plan: str = "runs in this process") -> None:
+    """Prints, on one process of the job, which variables decided and what will be started."""
+    if context.found is None or context.found.is_main:
+        print(f"{environments.explain(context.env)}\nthe launcher {plan}", flush=True)

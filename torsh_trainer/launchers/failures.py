@@ -1,0 +1,113 @@
+"""How a worker failed, as plain facts; and which of several failures is the cause."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.errors import ConfigError, Interrupted, TorshError, WorkerError
+
+_LONGEST_MESSAGE = 400
+_TORCH_COMMUNICATION = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_COMMUNICATION = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed)"
+    r"|\bgloo\b|\bnccl\b|\bTCPStore\b|process group|ranks? .* failed to (join|pass)",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker's failure.
+
+    ``time_s`` is the monotonic clock, which all processes of a machine share. ``collateral`` says
+    that it is a failure to communicate, such as the death of another process causes; ``worded``
+    that ``fix`` is final.
+    """
+
+    rank: int
+    time_s: float
+    sentence: str
+    fix: str = ""
+    traceback: str = ""
+    cause: str = ""
+    cause_exit_code: int = WorkerError.exit_code
+    cause_facts: dict[str, Any] = field(default_factory=dict)
+    collateral: bool = False
+    worded: bool = False
+
+    @property
+    def interrupted(self) -> bool:
+        """The worker was asked to stop, and did."""
+        return self.cause in (Interrupted.__name__, KeyboardInterrupt.__name__)
+
+
+def failure_of(error: BaseException, *, rank: int, time_s: float) -> Failure:
+    """The facts of an exception that ended a worker's entry."""
+    text = "".join(traceback.format_exception(error))
+    cause = type(error).__name__
+    collateral = _is_communication(error)
+    if isinstance(error, TorshError):
+        return Failure(
+            rank,
+            time_s,
+            error.sentence,
+            fix=error.fix,
+            traceback=text,
+            cause=cause,
+            cause_exit_code=getattr(error, "cause_exit_code", error.exit_code),
+            cause_facts={key: _plain(value) for key, value in error.facts.items()},
+            collateral=collateral,
+            worded=True,
+        )
+    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    words = f"{cause}: {message[:_LONGEST_MESSAGE]}" if message else cause
+    return Failure(
+        rank,
+        time_s,
+        f"rank {rank} failed with {words}{_place(error)}",
+        traceback=text,
+        cause=cause,
+        collateral=collateral,
+    )
+
+
+def root_cause(failures: Iterable[Failure]) -> Failure:
+    """The first failure in time that is no mere consequence of another process's end."""
+    return min(failures, key=lambda f: (f.collateral, f.interrupted, f.time_s, f.rank))
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _is_communication(error: BaseException) -> bool:
+    if isinstance(error, ConfigError):  # a wrong option, whatever it led to
+        return False
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        names = {kind.__name__ for kind in type(link).__mro__}
+        if isinstance(link, ConnectionError) or names & _TORCH_COMMUNICATION:
+            return True
+        if type(link) is RuntimeError and _COMMUNICATION.search(str(link)):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+def _plain(value: Any) -> Any:
+    """``value`` if it is made of plain Python, else its repr: the parent imports nothing for it."""
+    if isinstance(value, str | int | float | bool | bytes | None):
+        return value
+    if isinstance(value, list | tuple | set):
+        return type(value)(_plain(item) for item in value)
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return repr(value)
