@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console as Screen
+from rich.console import Console as Terminal
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -22,6 +22,13 @@ from torsh_trainer.callbacks.jsonl import Jsonl
 
 Contender = Callable[[Any, int, tuple[int, ...], Path, str], None]
 NEVER = 10**9
+
+
+class Bar(Console):
+    """The progress bar as on a terminal, drawn into memory."""
+
+    def terminal(self) -> Terminal:
+        return Terminal(file=io.StringIO(), force_terminal=True, width=120)
 
 
 class _Source(DataSource):
@@ -64,12 +71,11 @@ def trainer(
     **options: Any,
 ) -> Trainer:
     """The trainer of this benchmark."""
-    screen = Screen(file=io.StringIO(), force_terminal=True, width=120)
     return Trainer(
         task=BenchTask(data, widths),
         loading=Loading(batch_size=BATCH * ranks, drop_last=True),
         checkpoint=CheckpointOptions(every_steps=NEVER, at_end=False, resume="never"),
-        callbacks=[Console(console=screen), Jsonl()],
+        callbacks=[Bar(style="bar"), Jsonl()],
         run_dir=folder / "torsh",
         max_steps=steps,
         log_every=50,

@@ -29,6 +29,7 @@ from torsh_trainer.data.feed import TrainFeed, eval_batches
 from torsh_trainer.data.sampler import Cut, mix
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
+from torsh_trainer.launchers.inside import report_ready
 from torsh_trainer.loop import Cadence, Limits, Loop, Position
 from torsh_trainer.pace import Pace
 from torsh_trainer.rundir import RunDir
@@ -59,6 +60,7 @@ def run_rank(trainer: Trainer, world: World) -> tuple[dict[str, Any], nn.Module]
         strategy = registry.strategy_class(strategy)()
     mesh = strategy.mesh(world)
     comm = create(world, trainer.comm, device, process_group=strategy.needs_process_group(world))
+    report_ready()
     rank = None
     try:
         home = _home(trainer, comm, device)

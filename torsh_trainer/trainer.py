@@ -196,6 +196,9 @@ def run_in(world: World, trainer: Trainer) -> Result:
     return Result(content, model)
 
 
+run_in.reports_ready = True  # type: ignore[attr-defined]  # once all processes have met
+
+
 _COUNTS = (
     "max_steps",
     "max_epochs",

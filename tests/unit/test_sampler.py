@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from torsh_trainer.data.sampler import Cut, GlobalSampler, epoch_order, mix
+from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, epoch_order
 
 
 def steps(sampler: GlobalSampler, consumed: int, count: int) -> list[tuple[int, list[int], int]]:
@@ -96,7 +96,7 @@ def test_weighted_sampling_draws_in_proportion() -> None:
 
 def test_keys_of_neighbours_differ_in_the_lower_bits_that_the_generator_reads() -> None:
     keys = {
-        mix(seed, step, micro) & 0xFFFFFFFF
+        ForwardKeys.of_micro_batch(ForwardKeys(seed).of_step(step), micro) & 0xFFFFFFFF
         for seed in range(8)
         for step in range(64)
         for micro in range(8)

@@ -19,7 +19,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE
 from torsh_trainer.data.batch import MicroBatch, Step
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, GlobalSampler, Share, StepPlan, mix
+from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, Share, StepPlan, mix
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.task import Task
 
@@ -49,7 +49,7 @@ class TrainFeed:
         self._task = task
         self._comm = comm
         self._cut = cut
-        self._seed = seed
+        self._forward_keys = ForwardKeys(seed)
         self._step = step
         self._move = _mover(comm.device)
         dataset = task.data.train
@@ -77,14 +77,12 @@ class TrainFeed:
         return self._asked_weights()
 
     def _known_weights(self, weight: float) -> Generator[Step, None, None]:
-        move, rank, ranks = self._move, self._cut.dp_rank, self._cut.dp_size
+        move, keys = self._move, self._keys
         for plan, batches in self._loaded:
-            base = mix(self._seed, self._step)
             micro = [
-                MicroBatch(move(batch), share.counts * weight, mix(base, i * ranks + rank))
-                for i, (batch, share) in enumerate(zip(batches, plan.shares, strict=True))
+                MicroBatch(move(batch), share.counts * weight, key)
+                for batch, share, key in zip(batches, plan.shares, keys(plan), strict=True)
             ]
-            self._step += 1
             yield Step(micro, plan.samples * weight, plan.samples, plan.epoch, plan.ends_epoch)
 
     def _asked_weights(self) -> Generator[Step, None, None]:
@@ -98,13 +96,19 @@ class TrainFeed:
         finally:  # every rank stops here with one reduction under way
             ahead[-1].wait()
 
-    def _weigh(self, plan: StepPlan, batches: list[Any]) -> tuple[Any, ...]:
-        base = mix(self._seed, self._step)
+    def _keys(self, plan: StepPlan) -> list[int]:
+        """Seeds of this rank's forwards in the next step."""
+        base = self._forward_keys.of_step(self._step)
         self._step += 1
+        of_micro_batch, cut = self._forward_keys.of_micro_batch, self._cut
+        return [
+            of_micro_batch(base, i * cut.dp_size + cut.dp_rank) for i in range(len(plan.shares))
+        ]
+
+    def _weigh(self, plan: StepPlan, batches: list[Any]) -> tuple[Any, ...]:
         micro = []
-        for i, (batch, share) in enumerate(zip(batches, plan.shares, strict=True)):
+        for batch, share, key in zip(batches, plan.shares, self._keys(plan), strict=True):
             weight = float(self._task.weight(batch)) if share.counts else 0.0
-            key = mix(base, i * self._cut.dp_size + self._cut.dp_rank)
             micro.append(MicroBatch(self._move(batch), weight, key))
         total = torch.tensor([sum(one.weight for one in micro)], dtype=torch.float64)
         total = self._comm.place(total)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
+_KEY = _MASK >> 1
 
 
 def mix(*words: int) -> int:
@@ -29,6 +30,25 @@ def mix(*words: int) -> int:
         key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
         key ^= key >> 31
     return key >> 1
+
+
+class ForwardKeys:
+    """Keys for the random numbers of forwards: functions of (seed, step, global micro-batch).
+
+    The step is mixed once, by the finalizer; micro-batches of a step lie an odd constant apart.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = mix(seed, 0x666F7277617264)  # another stream than that of the sample order
+
+    def of_step(self, step: int) -> int:
+        """The key of micro-batch 0."""
+        return mix(self._seed ^ step)
+
+    @staticmethod
+    def of_micro_batch(step_key: int, number: int) -> int:
+        """The key of the micro-batch ``number``, counted over all ranks."""
+        return (step_key + number * 0x9E3779B97F4A7C15) & _KEY
 
 
 def epoch_order(

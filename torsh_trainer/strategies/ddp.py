@@ -212,7 +212,9 @@ def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> Distri
         **options,
     )
     if job.precision.reduce != "fp32":
-        wrapped.register_comm_hook((comm.process_group, job.precision.reduce), _reduce_in)
+        state = (comm.process_group, job.precision.reduce)
+        # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
+        wrapped.register_comm_hook(state, lambda state, bucket: _reduce_in(state, bucket))
     return wrapped
 
 
