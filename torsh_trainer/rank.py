@@ -287,7 +287,7 @@ class Rank:
             accumulate=batch.accumulate,
             max_steps=trainer.max_steps,
             steps_per_epoch=self.steps_per_epoch,
-            first_step=self.loop.position.step + 1,
+            first_step=self.loop.position.step,
             parameters=parameters,
             trainable_parameters=trainable,
             unit=self.task.unit,

@@ -139,7 +139,9 @@ class DDPEngine(NativeEngine):
 
     @contextlib.contextmanager
     def _without_sync(self) -> Iterator[None]:
-        if self._ddp is None:
+        # A static graph is learnt in the first step, which torch does not do within no_sync.
+        learns = self._knobs.static_graph and not self._checked
+        if self._ddp is None or learns:
             yield
         else:
             with self._ddp.no_sync():
@@ -243,7 +245,9 @@ def _sharded(comm: Communicator) -> Any:
         # Imported here: it pulls in torch.distributed.optim, which no other run needs.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        options = {k: v for k, v in optimizer.defaults.items() if v is not None}
+        # AdamW keeps a default of its own that its constructor does not take.
+        known = inspect.signature(type(optimizer)).parameters
+        options = {k: v for k, v in optimizer.defaults.items() if k in known}
         groups = [
             {k: v for k, v in group.items() if k != "param_names"}
             for group in optimizer.param_groups

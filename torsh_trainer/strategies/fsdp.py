@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -72,10 +73,12 @@ class FSDP(Strategy):
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         if self.wrap_modules:
-            return modules.chosen_blocks(model, self.wrap_modules, "strategy.wrap_modules")
-        if self.wrap_min_parameters is None:
-            return modules.repeated_blocks(model)
-        return _by_size(model, self.wrap_min_parameters)
+            units = modules.chosen_blocks(model, self.wrap_modules, "strategy.wrap_modules")
+        elif self.wrap_min_parameters is None:
+            units = modules.repeated_blocks(model)
+        else:
+            units = _by_size(model, self.wrap_min_parameters)
+        return [unit for unit in units if not _shares_parameters(model, unit)]
 
     def _shard(self, model: nn.Module, units: Sequence[nn.Module], job: Job, mesh: Any) -> None:
         # Imported here: torch.distributed.fsdp costs every other strategy's start-up.
@@ -147,6 +150,18 @@ class FSDPEngine(NativeEngine):
         finally:
             model.set_requires_gradient_sync(True)
 
+    @contextlib.contextmanager
+    def _evaluating(self, *, averaged: bool) -> Iterator[None]:
+        try:
+            with super()._evaluating(averaged=averaged):
+                yield
+        finally:
+            # With reshard_after_forward=false a forward without backward leaves what it gathered,
+            # and the next one would use that instead of parameters that have changed since.
+            for module in self.model.modules():
+                if hasattr(module, "reshard"):
+                    cast(Any, module).reshard()
+
     def _local(self, gradients: list[Tensor]) -> list[Tensor]:
         return [cast(Any, gradient).to_local() for gradient in gradients]
 
@@ -179,6 +194,13 @@ def _device_mesh(mesh: Mesh, comm: Communicator) -> Any:
 
 def _shard_group(mesh: Any) -> Any:
     return mesh.get_group("shard")
+
+
+def _shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether a parameter of ``unit`` is tied to one outside it: FSDP2 wants both in one unit."""
+    inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
+    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return any(everywhere[key] > count for key, count in inside.items())
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
