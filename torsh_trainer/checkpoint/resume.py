@@ -1,0 +1,117 @@
+"""What ``checkpoint.resume`` means: auto, never, or a path.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.checkpoint.integrity import MANIFEST, verify
+from torsh_trainer.checkpoint.retention import (
+    candidates,
+    complete,
+    is_named,
+    newest_first,
+    recorded,
+)
+from torsh_trainer.errors import ConfigError, ResourceError, TorshError
+
+log = logging.getLogger("torsh_trainer")
+
+_START_AFRESH = "start with checkpoint.resume=never, or point checkpoint.dir elsewhere"
+
+
+def find(resume: str, folder: Path) -> Path | None:
+    """The checkpoint to go on from; None to start afresh.
+
+    ``auto``: the newest one in ``folder`` that verifies, None when there is none at all. ``never``:
+    None. Anything else is the path of a checkpoint, of a run directory or of a folder of
+    checkpoints. What is skipped is logged, with the reason.
+
+    Raises:
+        ConfigError: the path is not there, or holds no checkpoint.
+        ResourceError: there are checkpoints, and every one is damaged.
+    """
+    return first_sound(offers(resume, folder), verify)
+
+
+def offers(resume: str, folder: Path) -> list[Path]:
+    """The checkpoints that ``resume`` may mean, best first; not yet verified.
+
+    Raises:
+        ConfigError: the path is not there, or holds no checkpoint.
+    """
+    if resume == "never":
+        return []
+    if resume == "auto":
+        return _newest_first(folder)
+    path = Path(resume).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"checkpoint.resume={resume}: nothing is there",
+            fix="give auto, never, or the path of a checkpoint (.../step-00000100) "
+            "or of a run directory",
+            resume=resume,
+        )
+    if is_named(path) or (path / MANIFEST).exists():
+        return [path]
+    found = _newest_first(path / "checkpoints") or _newest_first(path)
+    if not found:
+        raise ConfigError(f"no checkpoint in {path}", fix=_START_AFRESH, resume=resume)
+    return found
+
+
+def first_sound(paths: list[Path], check: Callable[[Path], Any]) -> Path | None:
+    """The first of ``paths`` that ``check`` accepts; None when there are none.
+
+    Raises:
+        ResourceError: there are some, and ``check`` refuses every one.
+        ConfigError: there is one, and it is of a newer format.
+    """
+    refused: list[TorshError] = []
+    for path in paths:
+        try:
+            check(path)
+        except TorshError as error:
+            refused.append(error)
+            if len(paths) > 1:
+                log.warning("skipped: %s", error.sentence)
+        else:
+            return path
+    if len(refused) == 1:
+        raise refused[0]
+    if refused:
+        raise ResourceError(
+            f"none of the {len(refused)} checkpoints in {paths[0].parent} can be used, "
+            f"the newest because {refused[0].sentence}",
+            fix=_START_AFRESH,
+        )
+    return None
+
+
+def locate(folder: Path, step: int | None) -> Path:
+    """The complete checkpoint of ``step`` in ``folder`` (None: the newest).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = complete(folder)
+    for one in newest_first(found):
+        if step is None or one.manifest.step == step:
+            return one.path
+    steps = ", ".join(str(one.manifest.step) for one in found)
+    if step is not None and steps:
+        raise ConfigError(
+            f"no checkpoint of step {step} in {folder}", fix=f"there are those of steps {steps}"
+        )
+    raise ConfigError(f"no checkpoint in {folder}", fix=_START_AFRESH)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """By the order of saving; those without a readable manifest come first, to be refused."""
+    ordered = [one.path for one in newest_first(recorded(folder))]
+    return [path for path in reversed(candidates(folder)) if path not in ordered] + ordered

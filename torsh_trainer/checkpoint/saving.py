@@ -1,0 +1,146 @@
+"""One save under way: written by every rank, made visible by rank 0, on a thread or not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from torsh_trainer.checkpoint.tensors import Planner, Written, write
+from torsh_trainer.errors import TorshError
+from torsh_trainer.files import explained, write_file
+from torsh_trainer.world import World
+
+log = logging.getLogger("torsh_trainer")
+
+_POLL_S = 0.05
+_AFTER_THE_END_S = 30.0
+"""How long a save may go on when the program has ended without closing the checkpointer."""
+
+
+class Part(NamedTuple):
+    """What one rank wrote, or why it could not."""
+
+    written: Written | None
+    error: TorshError | None
+
+
+class Saving:
+    """One checkpoint on its way, as one rank sees it.
+
+    ``write`` and ``publish`` happen once, whoever calls them first: the thread that ``start``
+    makes, or the loop when it waits. The thread never communicates: a collective beside those of
+    the loop could meet another rank's in a different order. Ranks tell rank 0's thread that they
+    are done by a file in ``folder``.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        *,
+        folder: Path,
+        target: Path,
+        world: World,
+        make_visible: Callable[[list[Written]], None],
+    ) -> None:
+        self._planner = planner
+        self._folder = folder
+        self._target = target
+        self._world = world
+        self._make_visible = make_visible
+        self._writing = threading.Lock()
+        self._part: Part | None = None
+        self._publishing = threading.Lock()
+        self._published = threading.Event()
+        self._outcome: TorshError | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Copies what this rank writes, and goes on from the copy on a thread.
+
+        A failure to copy is this rank's part, as a failure to write is.
+        """
+        error = self._attempt(self._planner.stage)
+        if error is not None:
+            self._part = Part(None, error)
+        # Not a daemon: a program that ends without close() still gets its last checkpoint.
+        self._thread = threading.Thread(target=self._run, name=f"saving {self._target.name}")
+        self._thread.start()
+
+    def write(self) -> Part:
+        """Writes this rank's files, or waits until they are written."""
+        with self._writing:
+            if self._part is None:
+                self._part = self._write()
+            return self._part
+
+    def publish(self, parts: list[Part]) -> TorshError | None:
+        """On rank 0: makes the checkpoint visible, or removes what there is of it."""
+        with self._publishing:
+            if not self._published.is_set():
+                self._published.set()
+                self._outcome = self._publish(parts)
+            return self._outcome
+
+    def join(self) -> None:
+        """Returns once the thread, if there is one, touches no file any more."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self) -> Part:
+        written: list[Written] = []
+        error = self._attempt(lambda: written.append(write(self._planner, self._folder)))
+        return Part(None, error) if error else Part(written[0], None)
+
+    def _publish(self, parts: list[Part]) -> TorshError | None:
+        error = next((part.error for part in parts if part.error), None)
+        if error is None:
+            written = [part.written for part in parts if part.written]
+            error = self._attempt(lambda: self._make_visible(written))
+        if error is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return error
+
+    def _attempt(self, action: Callable[[], object]) -> TorshError | None:
+        doing = "save the checkpoint"
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - it is raised on every rank by wait()
+            return explained(error, doing, self._target, rank=self._world.rank)
+        return None
+
+    def _run(self) -> None:
+        part = self.write()
+        if not self._world.is_main:
+            with contextlib.suppress(OSError):  # then the loop's next call tells rank 0
+                write_file(self._marker(self._world.rank), pickle.dumps(part))
+            return
+        others = self._await_others()
+        if others is not None:
+            self.publish([part, *others])
+
+    def _await_others(self) -> list[Part] | None:
+        """What the other ranks wrote; None when the loop came first, or the program is over."""
+        markers = [self._marker(rank) for rank in range(1, self._world.size)]
+        ended_at: float | None = None
+        while not all(marker.exists() for marker in markers):
+            if self._published.wait(_POLL_S):
+                return None
+            if not threading.main_thread().is_alive():
+                ended_at = ended_at or time.monotonic()
+                if time.monotonic() - ended_at > _AFTER_THE_END_S:
+                    log.warning("%s is given up: not every rank wrote its part", self._target)
+                    return None
+        with self._publishing:
+            if self._published.is_set():
+                return None
+            return [pickle.loads(marker.read_bytes()) for marker in markers]
+
+    def _marker(self, rank: int) -> Path:
+        return self._folder / f".part-{rank}"

@@ -1,0 +1,107 @@
+"""Files that survive a crash: whole or not there, never half written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.errors import ResourceError, TorshError, TrainingError
+
+_NEXT_MOVE = {
+    errno.ENOSPC: "free some space there, or choose another disk",
+    errno.EDQUOT: "the quota of this user is used up: free some space, or choose another disk",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EACCES: "this user may not write there: choose another folder",
+    errno.EPERM: "this user may not write there: choose another folder",
+    errno.EFBIG: "the process may not write files that large: raise `ulimit -f`",
+}
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes ``data`` to ``path`` and returns once it is on the disk.
+
+    Another process sees the file that was there before or the whole new one.
+
+    Raises:
+        OSError: the disk refused; what was there before is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes names created, renamed or deleted in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder; the rename itself is still atomic.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def disk_error(error: OSError, doing: str, path: Path, *, setting: str = "") -> ResourceError:
+    """What the user reads when the disk refused: ``cannot DOING PATH: No space left on device``.
+
+    ``setting`` names the knob that points elsewhere.
+    """
+    reason = error.strerror or type(error).__name__
+    if error.filename and path.parent not in Path(os.fsdecode(error.filename)).parents:
+        reason += f" ({os.fsdecode(error.filename)})"
+    move = _NEXT_MOVE.get(error.errno or 0, "check the path")
+    return ResourceError(
+        f"cannot {doing} {path}: {reason}",
+        fix=f"{move} ({setting})" if setting else move,
+        path=str(path),
+        errno=error.errno,
+    )
+
+
+def explained(error: Exception, doing: str, path: Path, *, rank: int) -> TorshError:
+    """An error as the user reads it, with its cause attached."""
+    if isinstance(error, TorshError):
+        return error
+    told: TorshError
+    if isinstance(error, OSError):
+        told = disk_error(error, doing, path, setting="checkpoint.dir")
+    else:
+        told = TrainingError(
+            f"rank {rank} could not {doing} {path}: {type(error).__name__}: {error}",
+            fix="debug=true shows the traceback",
+            rank=rank,
+        )
+    told.__cause__ = error
+    return told
+
+
+def strict_json(value: Any, *, indent: int | None = 2) -> str:
+    """JSON that every reader accepts: NaN and infinities become null, objects their text."""
+    return json.dumps(_strict(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, bool | int | str) or value is None:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, tuple | list | set | frozenset):
+        return [_strict(item) for item in value]
+    return str(value)

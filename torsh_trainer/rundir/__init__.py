@@ -1,0 +1,243 @@
+"""The run directory: what a run leaves behind, written by rank 0.
+
+Needs no torch, so that the process that starts the workers can use it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torsh_trainer.errors import ConfigError, TorshError
+from torsh_trainer.files import disk_error, strict_json, write_file
+from torsh_trainer.rundir.logs import setup_logging
+from torsh_trainer.rundir.provenance import gather_provenance
+from torsh_trainer.world import World
+
+log = logging.getLogger(__name__)
+
+MARKER = ".torsh_run"
+RESULT_KEYS = (
+    "strategy",
+    "comm",
+    "world_size",
+    "steps",
+    "samples",
+    "train_loss",
+    "metrics",
+    "wall_s",
+    "samples_per_s",
+    "peak_memory_bytes",
+    "checkpoint",
+)
+"""What result.json always holds; null where the run did not come so far."""
+
+_ELSEWHERE = "choose another run directory (hydra.run.dir, run_dir)"
+_MADE_JUST_BEFORE = re.compile(r"\.hydra|logs|.*\.log")
+"""What Hydra and the launcher put there before rank 0 comes."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory that exists and is ours."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path | None = None, *, base: Path = Path("runs")) -> RunDir:
+        """Makes ``path`` the directory of this run; None makes ``BASE/<time>``. Rank 0 only.
+
+        A directory of an earlier run may be used again, to go on from its checkpoints: its
+        config.yaml, provenance.json and result.json are kept as config.1.yaml and so on.
+
+        Raises:
+            ConfigError: the directory exists, is not empty, and no run made it.
+            ResourceError: it cannot be written.
+        """
+        path = fresh_name(base) if path is None else path
+        cls.check(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / MARKER).touch()
+            for name in ("config.yaml", "provenance.json", "result.json"):
+                _keep(path / name)
+        except OSError as error:
+            raise _refused(error, path) from error
+        return cls(path)
+
+    @staticmethod
+    def check(path: Path) -> None:
+        """Makes sure that ``path`` may become the directory of a run; changes nothing.
+
+        Raises:
+            ConfigError: it exists, is not empty, and no run made it.
+            ResourceError: it cannot be read.
+        """
+        try:
+            if path.exists() and not path.is_dir():
+                raise ConfigError(f"{path} is a file", fix=_ELSEWHERE, path=str(path))
+            if path.exists() and not _is_ours(path):
+                _refuse_strangers(path)
+        except OSError as error:
+            raise disk_error(error, "read", path) from error
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go unless ``checkpoint.dir`` says otherwise."""
+        return self.path / "checkpoints"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes the resolved configuration as config.yaml.
+
+        Raises:
+            ResourceError: the disk refused.
+        """
+        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+        self._write("config.yaml", text)
+
+    def start_provenance(
+        self,
+        *,
+        command: Sequence[str],
+        threads: int | None = None,
+        devices: Sequence[str] = (),
+        folder: Path | None = None,
+    ) -> threading.Thread:
+        """Writes provenance.json on a thread, and returns the thread.
+
+        ``command`` is the command line, ``threads`` the number of threads of each process,
+        ``devices`` name the accelerators, ``folder`` (None: the current one) is where the user's
+        code lies. That the disk refuses is logged, no more: the run itself can still succeed.
+        """
+        now, folder = datetime.now().astimezone(), folder or Path.cwd()
+
+        def write() -> None:
+            facts = gather_provenance(
+                command=command, threads=threads, devices=devices, folder=folder, now=now
+            )
+            try:
+                self._write("provenance.json", strict_json(facts))
+            except TorshError as error:
+                log.warning("%s", error)
+
+        thread = threading.Thread(target=write, name="provenance")
+        thread.start()
+        return thread
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Writes result.json: ``RESULT_KEYS``, then whatever else ``result`` holds.
+
+        NaN and infinities become null.
+
+        Raises:
+            ResourceError: the disk refused.
+        """
+        content = {**dict.fromkeys(RESULT_KEYS), **result}
+        self._write("result.json", strict_json(content))
+
+    def write_error(self, error: BaseException, result: Mapping[str, Any] | None = None) -> None:
+        """Writes result.json of a run that failed: what is known of it, and the error.
+
+        Raises:
+            ResourceError: the disk refused.
+        """
+        self.write_result({**(result or {}), "error": _told(error)})
+
+    @contextlib.contextmanager
+    def logging(self, world: World, level: str) -> Iterator[None]:
+        """Within the block, this rank logs as ``setup_logging`` says."""
+        close = setup_logging(self.path, world, level)
+        try:
+            yield
+        finally:
+            close()
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_file(self.path / name, text.encode())
+        except OSError as error:
+            raise _refused(error, self.path / name) from error
+
+
+def fresh_name(base: Path) -> Path:
+    """A new, empty directory in ``base`` named by the time, such as ``runs/2031-01-31_18-30-05``.
+
+    Making it is what claims the name: two jobs that start in one second get two directories.
+
+    Raises:
+        ResourceError: it cannot be made.
+    """
+    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    attempt = 1
+    while True:
+        path = base / (name if attempt == 1 else f"{name}_{attempt}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            attempt += 1
+        except OSError as error:
+            raise _refused(error, path) from error
+        else:
+            return path
+
+
+def _is_ours(path: Path) -> bool:
+    return (path / MARKER).exists() or all(
+        (path / name).exists() for name in ("config.yaml", "provenance.json")
+    )
+
+
+def _refuse_strangers(path: Path) -> None:
+    names = (entry.name for entry in path.iterdir())
+    strangers = sorted(name for name in names if not _MADE_JUST_BEFORE.fullmatch(name))
+    if strangers:
+        more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+        raise ConfigError(
+            f"{path} exists and is no run directory: it holds {', '.join(strangers[:3])}{more}",
+            fix=_ELSEWHERE,
+            path=str(path),
+        )
+
+
+def _keep(path: Path) -> None:
+    """Moves a file of an earlier run out of the way: result.json becomes result.1.json."""
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    if isinstance(error, TorshError):
+        message, fix, facts = error.sentence, error.fix, error.facts
+    else:
+        message, fix, facts = str(error), "", {}
+    return {"type": type(error).__name__, "message": message, "fix": fix, "facts": facts}
+
+
+def _refused(error: OSError, path: Path) -> TorshError:
+    return disk_error(error, "write", path, setting="hydra.run.dir, run_dir")
+
+
+def _plain(value: Any) -> Any:
+    """What YAML can hold: other objects become their text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    # Exact types: yaml refuses subclasses such as an enum of strings.
+    if type(value) in (bool, int, float, str) or value is None:
+        return value
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
