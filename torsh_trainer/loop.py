@@ -100,7 +100,9 @@ class Loop:
         self._pending_weight = 0.0
         self._skipped_in_a_row = 0
         self._evaluated_at = self._saved_at = self._logged_at = self.position.step
-        self._listeners = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
+        self._readers = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
+        self._listeners = [c for c in self._readers if c.every_step]
+        self._next_due = 0.0  # the next step at which something may be due
         self._since = _Since(time.perf_counter(), self.position.samples, self.position.step)
         self._started = time.perf_counter()
 
@@ -151,8 +153,9 @@ class Loop:
             if work.ends_epoch:
                 position.epoch += 1
                 self.pace.on_epoch()
-            wants_stop = self._after_step(ends_epoch=work.ends_epoch) or wants_stop
-            if stop.now(position.step, wants_stop):
+            if work.ends_epoch or step >= self._next_due:
+                wants_stop = self._after_step(ends_epoch=work.ends_epoch) or wants_stop
+            if stop.now(step, wants_stop):
                 return
             if work.ends_epoch and position.epoch == self.limits.max_epochs:
                 return
@@ -189,6 +192,7 @@ class Loop:
         """Evaluates and saves what is due; true when a callback asks to stop."""
         step, epoch, every = self.position.step, self.position.epoch, self.cadence
         stop = False
+        self._next_due = min(_next(step, every.eval_every), _next(step, every.save_every))
         if self._evaluates and (
             _due(step, every.eval_every) or (ends_epoch and _due(epoch, every.eval_every_epochs))
         ):
@@ -226,7 +230,7 @@ class Loop:
         position = self.position
         report = StepReport(position.step, position.epoch, position.samples, metrics)
         stop = False
-        for callback in self._listeners:
+        for callback in self._listeners if metrics is None else self._readers:
             if callback.on_step(report):
                 stop = True
         return stop
@@ -389,6 +393,10 @@ def reduced(sums: Mapping[str, Mean], comm: Communicator) -> dict[str, float]:
         name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else math.nan
         for i, name in enumerate(names)
     }
+
+
+def _next(count: int, every: int | None) -> float:
+    return math.inf if every is None else count - count % every + every
 
 
 def _due(count: int, every: int | None) -> bool:

@@ -21,7 +21,6 @@ from torsh_trainer.callbacks.base import MainOnly, RunInfo
 from torsh_trainer.callbacks.summary import summarise
 from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
-from torsh_trainer.checkpoint.resume import find
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.start import create
 from torsh_trainer.data.arithmetic import batch_numbers
@@ -69,7 +68,8 @@ def run_rank(trainer: Trainer, world: World) -> tuple[dict[str, Any], nn.Module]
             with _reported(rank, home):
                 rank.run()
                 content = rank.result()
-                home.write_result(content)
+                if world.is_main:
+                    home.write_result(content)
             return content, rank.engine.model
     finally:
         if rank is not None:
@@ -127,14 +127,12 @@ class Rank:
         batch = self.job.batch
         return Cut(batch.batch_size, batch.micro_batch_size, self.mesh.dp, self.mesh.dp_rank)
 
-    @property
-    def checkpoints(self) -> Path:
-        options = self.trainer.checkpoint
-        return Path(options.dir) if options.dir else RunDir(self.run_dir).checkpoints
-
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        return DcpCheckpointer(self.checkpoints, self.comm, self.trainer.checkpoint)
+        options = self.trainer.checkpoint
+        folder = Path(options.dir) if options.dir else RunDir(self.run_dir).checkpoints
+        facts = {"strategy": self.strategy.name}
+        return DcpCheckpointer(folder, self.comm, options, facts=facts)
 
     @cached_property
     def loop(self) -> Loop:
@@ -196,14 +194,11 @@ class Rank:
     # -- stages ---------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        resume = self.trainer.checkpoint.resume
-        found = _from_main(self.comm, lambda: find(resume, self.checkpoints))
+        found = self.checkpointer.find(self.trainer.checkpoint.resume)
         if found is None:
             return
-        source = DcpCheckpointer(found.parent, self.comm, self.trainer.checkpoint)
-        step = int(found.name.rpartition("-")[2])
         template = self.loop.state(template=True)
-        self.loop.load(source.load(template, step))
+        self.loop.load(self.checkpointer.load(template, path=found))
         log.info("resumed from %s at step %d", found, self.loop.position.step)
 
     def _feed(self, cut: Cut, position: Position | None = None) -> TrainFeed:
@@ -370,7 +365,8 @@ def _reported(rank: Rank, home: Any) -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         rank.failed(error)
-        home.write_error(error)
+        if rank.world.is_main:
+            home.write_error(error)
         raise
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torsh_trainer.world import World
 
@@ -18,6 +18,9 @@ class RunInfo:
     ``peak_flops`` (of all devices together, per second) are None when unknown. ``config`` is the
     resolved configuration (plain dicts) or what the library was given. ``max_steps`` None means
     that epochs or time bound the run; ``steps_per_epoch`` None that the data has no length.
+    ``first_step`` is how many steps were done before this run (0 unless it resumes).
+    ``total_steps`` is the step at which the run will end, however it is bounded (None: unknown),
+    and ``max_time_s`` the time that it may take: what a progress bar counts towards.
     """
 
     run_dir: Path | None
@@ -41,6 +44,8 @@ class RunInfo:
     threads: int = 1
     model_summary: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int | None = None
+    max_time_s: float | None = None
 
 
 class StepReport:
@@ -78,7 +83,7 @@ class EvaluationReport:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """A checkpoint that is complete on disk."""
+    """A checkpoint: complete on disk, or on its way there under ``checkpoint.mode=async``."""
 
     step: int
     path: str
@@ -90,7 +95,15 @@ class Callback:
 
     A callback that writes files or speaks to the user returns early unless
     ``info.world.is_main`` (see ``MainOnly``). ``on_step`` runs each step: it must be cheap.
+    ``load_state_dict``, when there is a checkpoint, comes before ``on_start``.
     """
+
+    every_step: ClassVar[bool] = True
+    """False hears of a step only when it is logged: nothing is called on the steps between."""
+
+    requires: ClassVar[str | None] = None
+    """Import name of the optional library that this callback needs; ``enabled: auto`` leaves the
+    callback out where that library is not installed."""
 
     def on_start(self, info: RunInfo) -> None:
         """Before the first step."""

@@ -78,12 +78,14 @@ class TrainFeed:
 
     def _known_weights(self, weight: float) -> Generator[Step, None, None]:
         move, keys = self._move, self._keys
-        for plan, batches in self._loaded:
+        for (epoch, shares, samples, ends_epoch), batches in self._loaded:
             micro = [
-                MicroBatch(move(batch), share.counts * weight, key)
-                for batch, share, key in zip(batches, plan.shares, keys(plan), strict=True)
+                MicroBatch(move(batch), counts * weight, key)
+                for batch, (_, counts), key in zip(
+                    batches, shares, keys(len(shares)), strict=True
+                )
             ]
-            yield Step(micro, plan.samples * weight, plan.samples, plan.epoch, plan.ends_epoch)
+            yield Step(micro, samples * weight, samples, epoch, ends_epoch)
 
     def _asked_weights(self) -> Generator[Step, None, None]:
         """One step ahead: its global weight is reduced while the step before it runs."""
@@ -96,18 +98,18 @@ class TrainFeed:
         finally:  # every rank stops here with one reduction under way
             ahead[-1].wait()
 
-    def _keys(self, plan: StepPlan) -> list[int]:
+    def _keys(self, count: int) -> list[int]:
         """Seeds of this rank's forwards in the next step."""
-        base = self._forward_keys.of_step(self._step)
+        keys, rank = self._forward_keys, self._cut.dp_rank
+        base = keys.of_step(self._step)
         self._step += 1
-        of_micro_batch, cut = self._forward_keys.of_micro_batch, self._cut
-        return [
-            of_micro_batch(base, i * cut.dp_size + cut.dp_rank) for i in range(len(plan.shares))
-        ]
+        if count == 1:
+            return [keys.of_micro_batch(base, rank)]
+        return [keys.of_micro_batch(base, i * self._cut.dp_size + rank) for i in range(count)]
 
     def _weigh(self, plan: StepPlan, batches: list[Any]) -> tuple[Any, ...]:
         micro = []
-        for batch, share, key in zip(batches, plan.shares, self._keys(plan), strict=True):
+        for batch, share, key in zip(batches, plan.shares, self._keys(len(plan.shares)), strict=True):
             weight = float(self._task.weight(batch)) if share.counts else 0.0
             micro.append(MicroBatch(self._move(batch), weight, key))
         total = torch.tensor([sum(one.weight for one in micro)], dtype=torch.float64)

@@ -104,6 +104,8 @@ class Cut:
         that one rank skips would hang the others.
         """
         micro, ranks = self.micro_batch_size, self.dp_size
+        if ranks == 1 and len(ids) <= micro:
+            return [Share(ids, len(ids))]
         rounds = -(-len(ids) // (micro * ranks))
         shares = []
         for i in range(rounds):
