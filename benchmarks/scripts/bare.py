@@ -19,7 +19,7 @@ def main(steps: int) -> None:
     images = torch.tensor(x / 16.0, dtype=torch.float32).reshape(-1, 1, 8, 8)
     data = TensorDataset(images, torch.tensor(y))
     torch.manual_seed(0)
-    model = SmallCNN()
+    model = SmallCNN(image_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     done = 0
     while done < steps:

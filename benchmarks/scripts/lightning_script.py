@@ -22,7 +22,7 @@ class Digits(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = SmallCNN()
+        self.model = SmallCNN(image_size=8)
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         """Cross entropy."""

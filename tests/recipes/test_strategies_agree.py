@@ -1,0 +1,79 @@
+"""The promise, through the door: the engine changes speed and memory, never the result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 6
+RUN = [
+    "+recipe=digits",
+    "optimizer=sgd",
+    "optimizer.lr=0.1",
+    "schedule=constant",
+    "trainer.stages=[fit]",
+    f"trainer.max_steps={STEPS}",
+    "trainer.max_epochs=null",
+    "trainer.log_every=1",
+    "checkpoint.at_end=false",
+    # 16 samples of each micro-batch on one, two and four processes alike: the same units drop out.
+    "data.batch_size=64",
+    "data.micro_batch_size=16",
+]
+
+
+def curve(run_door: Any, folder: Path, *overrides: str) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step of a run through the command line."""
+    done = run_door([*RUN, f"hydra.run.dir={folder}", *overrides], timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [(row["loss"], row["grad_norm"]) for row in rows if row["split"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, run_command: Any, repository: Path) -> Any:
+    """The curve of one process, which the others are held against."""
+    folder = tmp_path_factory.mktemp("alone")
+
+    def door(args: list[str], timeout_s: float) -> Any:
+        command = [sys.executable, "-m", "torsh_trainer", *args]
+        return run_command(command, cwd=folder, timeout_s=timeout_s)
+
+    return curve(door, folder / "run", "strategy=single")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "processes"),
+    [
+        ("auto", 1),
+        ("ddp", 1),
+        ("fsdp", 1),
+        ("ddp", 2),
+        ("fsdp", 2),
+        ("auto", 2),
+        ("ddp", 4),
+        ("fsdp", 4),
+    ],
+)
+def test_every_strategy_on_any_number_of_processes_draws_the_same_curve(
+    strategy: str, processes: int, alone: Any, run_door: Any, tmp_path: Path
+) -> None:
+    found = curve(
+        run_door,
+        tmp_path / "run",
+        f"strategy={strategy}",
+        f"launcher.num_processes={processes}",
+    )
+    assert len(found) == STEPS
+    for mine, expected in zip(found, alone, strict=True):
+        assert mine == pytest.approx(expected, rel=2e-5)
+
+
+def test_another_seed_draws_another_curve(alone: Any, run_door: Any, tmp_path: Path) -> None:
+    other = curve(run_door, tmp_path / "run", "strategy=single", "trainer.seed=1")
+    assert other[0] != pytest.approx(alone[0], rel=1e-2)
