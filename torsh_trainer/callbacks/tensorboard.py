@@ -1,0 +1,94 @@
+"""TensorBoard event files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+from torsh_trainer.callbacks.base import RunInfo
+from torsh_trainer.callbacks.logger import Logger, Row, Sink, require
+from torsh_trainer.files import disk_error
+
+
+class TensorBoard(Logger):
+    """Writes scalars under ``split/metric`` to event files in ``dir`` of the run directory.
+
+    Raises:
+        ResourceError: tensorboard is not installed.
+    """
+
+    requires: ClassVar[str | None] = "tensorboard"
+
+    def __init__(self, *, dir: str = "tensorboard") -> None:
+        super().__init__()
+        require("tensorboard", knob="logger.tensorboard")
+        self.dir = dir
+
+    def open(self, info: RunInfo) -> Sink:
+        return Sink() if info.run_dir is None else _Unopened(info.run_dir / self.dir)
+
+
+class _Unopened(Sink):
+    """Opens the file at the first row, so that importing tensorboard delays no first step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: _EventFile | None = None
+
+    def write(self, row: Row) -> None:
+        if self._file is None:
+            self._file = _EventFile(self._folder)
+        self._file.write(row)
+
+    def close(self, *, failed: bool) -> None:
+        if self._file is not None:
+            self._file.close(failed=failed)
+
+
+class _EventFile(Sink):
+    """TensorBoard's own records, written here and now.
+
+    torch.utils.tensorboard takes over a second to import, and loads TensorFlow where it finds it;
+    the two modules below are all that scalars need. One event holds a whole row.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # Imported late: only a run that logs pays for it.
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = Event, Summary
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / name
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._records = RecordWriter(self._path.open("ab"))
+            self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        except OSError as error:
+            raise disk_error(error, "write", self._path) from error
+
+    def write(self, row: Row) -> None:
+        try:
+            self._put(
+                self._event(wall_time=time.time(), step=row.step, summary=self._values(row.named()))
+            )
+        except OSError as error:
+            raise disk_error(error, "write", self._path) from error
+
+    def _values(self, metrics: Mapping[str, float]) -> object:
+        value = self._summary.Value
+        return self._summary(
+            value=[value(tag=name, simple_value=number) for name, number in metrics.items()]
+        )
+
+    def _put(self, event: object) -> None:
+        self._records.write(event.SerializeToString())  # type: ignore[attr-defined]
+        self._records.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._records.close()

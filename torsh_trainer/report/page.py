@@ -1,0 +1,233 @@
+"""The report as one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+from importlib.resources import files
+
+from torsh_trainer import __version__
+from torsh_trainer.report.charts import PALETTE, Axis, Chart, axes_of
+from torsh_trainer.report.runs import Run
+from torsh_trainer.report.svg import AXIS_TITLES, color_class, svg_of
+from torsh_trainer.report.tables import Cell, differences, fact_texts, hints, results
+
+_KEYS_ACROSS = 8  # up to so many differing keys, runs are the rows
+_LONG_TEXT = 200
+
+
+def page_of(runs: Sequence[Run], charts: Sequence[Chart], *, now: datetime) -> str:
+    """One self-contained page on ``runs``."""
+    axes = axes_of(runs)
+    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    own = files(__package__)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)} · training report</title>",
+        f"<style>{own.joinpath('page.css').read_text('utf-8')}{_colors(axes)}</style></head><body>",
+        f"<header><h1>{escape(title)}</h1>",
+        f'<p class="soft">Training report, {now:%d %B %Y, %H:%M}</p></header>',
+        *_axis_inputs(axes),
+        "<main>",
+        _problems(runs),
+        _results(runs),
+        _tools(runs, axes),
+        _charts(charts, axes),
+        _differences(runs),
+        _details(runs),
+        "</main>",
+        f"<footer>ToRSh Trainer {__version__}</footer>",
+        f'<script type="application/json" id="runs">{_names(runs)}</script>',
+        f"<script>{own.joinpath('page.js').read_text('utf-8')}</script>",
+        "</body></html>",
+    ]
+    return "\n".join(parts)
+
+
+def _colors(axes: Sequence[Axis]) -> str:
+    """The palette in both schemes, and which charts the chosen x axis shows."""
+    light = "".join(f".c{i}{{--c:{pair[0]}}}" for i, pair in enumerate(PALETTE))
+    dark = "".join(f".c{i}{{--c:{pair[1]}}}" for i, pair in enumerate(PALETTE))
+    chosen = "".join(
+        f"#x-{axis}:checked~main .by-{axis}{{display:block}}"
+        f"#x-{axis}:checked~main label[for=x-{axis}]"
+        "{background:var(--mark);color:var(--accent);font-weight:600}"
+        for axis in axes
+    )
+    return f"{light}@media(prefers-color-scheme:dark){{{dark}}}{chosen}"
+
+
+def _axis_inputs(axes: Sequence[Axis]) -> list[str]:
+    """Radio buttons before everything that they switch, so that no script is needed."""
+    return [
+        f'<input class="axis-choice" type="radio" name="x" id="x-{axis}"'
+        f"{' checked' if axis == 'step' else ''}>"
+        for axis in axes
+    ]
+
+
+def _tools(runs: Sequence[Run], axes: Sequence[Axis]) -> str:
+    chips = [
+        f'<label class="{color_class(i)}"><input type="checkbox" checked>{_swatch(i)}'
+        f"{escape(run.name)}{_small(hint)}</label>"
+        for i, (run, hint) in enumerate(zip(runs, hints(runs), strict=True))
+    ]
+    choices = [f'<label for="x-{axis}">{AXIS_TITLES[axis]}</label>' for axis in axes]
+    return (
+        f'<div class="tools"><div class="legend">{"".join(chips) if len(runs) > 1 else ""}</div>'
+        f'<div class="axes"><span>x axis</span>{"".join(choices)}</div></div>'
+    )
+
+
+def _charts(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
+    if not charts:
+        return "<p>There is nothing to draw: no run has logged a number yet.</p>"
+    cards = []
+    for chart in charts:
+        note = "; ".join(filter(None, [chart.note, "log scale" if chart.log else ""]))
+        cards.append(
+            f'<section class="card chart" id="{escape(chart.key)}"><header>'
+            f"<h3>{escape(chart.title)}</h3>"
+            f'<span class="note">{escape(note)}</span></header>'
+            f"{''.join(svg_of(chart, axis) for axis in axes)}</section>"
+        )
+    return f'<div class="charts">{"".join(cards)}</div>'
+
+
+def _problems(runs: Sequence[Run]) -> str:
+    notes = [
+        f"<p><b>{escape(run.name)}</b>: {escape(note)}</p>"
+        for run in runs
+        for note in (*_failure(run), *run.problems)
+    ]
+    return f'<div class="card problems">{"".join(notes)}</div>' if notes else ""
+
+
+def _failure(run: Run) -> list[str]:
+    error = run.result.get("error")
+    if not error:
+        return []
+    words = error.get("message") if isinstance(error, dict) else error
+    return [f"{run.state}: {words or error}"]
+
+
+def _results(runs: Sequence[Run]) -> str:
+    columns, rows = results(runs)
+    kinds = [any(row[i].number for row in rows) for i in range(len(columns))]
+    head = "".join(
+        f"<th{_number_class(kind)}>{escape(name)}</th>"
+        for name, kind in zip(columns, kinds, strict=True)
+    )
+    body = "".join(
+        f'<tr data-points="{len(run.rows)}">{_run_cell(i, run, hint)}'
+        f"{''.join(_cell(cell) for cell in row)}</tr>"
+        for i, (run, row, hint) in enumerate(zip(runs, rows, hints(runs), strict=True))
+    )
+    return _table("results", f"<th>run</th>{head}", body)
+
+
+def _cell(cell: Cell) -> str:
+    if cell.text in ("done", "failed", "interrupted", "unfinished"):
+        return f'<td class="{cell.text}">{cell.text}</td>'
+    classes = " ".join(filter(None, ["number" * cell.number, "best" * cell.best]))
+    return (
+        f'<td class="{classes}">{escape(cell.text)}</td>'
+        if classes
+        else (f"<td>{escape(cell.text)}</td>")
+    )
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    if len(runs) < 2 or not any(run.config for run in runs):
+        return ""
+    differing, agreeing = differences(runs)
+    if not differing:
+        same = f"All {agreeing} keys agree." if agreeing else "No run left a configuration."
+        return f"<h2>Configuration</h2><p>{same}</p>"
+    if len(differing) <= _KEYS_ACROSS:
+        head = "<th>run</th>" + "".join(f"<th>{escape(key)}</th>" for key in differing)
+        body = "".join(
+            f"<tr>{_run_cell(i, run)}{''.join(_value(v[i]) for v in differing.values())}</tr>"
+            for i, run in enumerate(runs)
+        )
+    else:
+        head = "<th>key</th>" + "".join(
+            f'<th class="{color_class(i)}">{_swatch(i)} {escape(run.name)}</th>'
+            for i, run in enumerate(runs)
+        )
+        body = "".join(
+            f"<tr><th>{escape(key)}</th>{''.join(map(_value, values))}</tr>"
+            for key, values in differing.items()
+        )
+    table = _table("differences", head, body)
+    return (
+        f"<h2>Where configurations differ</h2>{table}"
+        f'<p class="soft">{agreeing} other keys agree.</p>'
+    )
+
+
+def _details(runs: Sequence[Run]) -> str:
+    blocks = []
+    for run in runs:
+        facts = {"run directory": str(run.path), **run.provenance}
+        sections = [_facts(fact_texts(facts))]
+        if run.config:
+            sections.append(
+                f"<details><summary>Configuration</summary>{_facts(fact_texts(run.config))}</details>"
+            )
+        blocks.append(
+            f'<details class="card"><summary>{escape(run.name)}</summary>'
+            f"{''.join(sections)}</details>"
+        )
+    return f"<h2>Where the runs come from</h2>{''.join(blocks)}"
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    rows = []
+    for key, text in facts:
+        shown = f"<code>{escape(text)}</code>"
+        if len(text) > _LONG_TEXT or "\n" in text:
+            shown = (
+                f"<details><summary>{len(text):,} characters</summary>"
+                f"<pre>{escape(text)}</pre></details>"
+            )
+        rows.append(f"<tr><td>{escape(key)}</td><td>{shown}</td></tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _table(name: str, head: str, body: str) -> str:
+    return (
+        f'<div class="card scroll"><table id="{name}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _run_cell(i: int, run: Run, hint: str = "") -> str:
+    return f'<th class="{color_class(i)}">{_swatch(i)}{escape(run.name)}{_small(hint)}</th>'
+
+
+def _small(hint: str) -> str:
+    return f" <small>{escape(hint)}</small>" if hint else ""
+
+
+def _swatch(i: int) -> str:
+    dashed = " dashed" if i // len(PALETTE) % 2 else ""
+    return f'<span class="swatch{dashed}"></span>'
+
+
+def _value(value: object) -> str:
+    text = "null" if value is None else str(value)
+    return f'<td class="value" title="{escape(text)}">{escape(text)}</td>'
+
+
+def _number_class(number: bool) -> str:
+    return ' class="number"' if number else ""
+
+
+def _names(runs: Sequence[Run]) -> str:
+    content = {"names": [run.name for run in runs], "colors": len(PALETTE)}
+    return json.dumps(content).replace("<", "\\u003c")

@@ -1,0 +1,95 @@
+"""The charts of a report as one PNG, by matplotlib."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.errors import ResourceError
+from torsh_trainer.report.charts import PALETTE, Chart, Curve
+from torsh_trainer.report.runs import Run
+from torsh_trainer.report.tables import hints
+
+_COLUMNS = 2
+_LEGEND_COLUMNS = 4
+
+
+def write_png(runs: Sequence[Run], charts: Sequence[Chart], path: Path) -> None:
+    """Draws ``charts`` over steps, two a row, with one legend for all, into ``path``.
+
+    Raises:
+        ResourceError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ResourceError(
+            "report --png needs matplotlib, which is not installed",
+            fix='pip install "torsh-trainer[report]", or leave --png out',
+            library="matplotlib",
+        )
+    # Optional and slow to import. Figure itself, not pyplot: no display, no global state.
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    columns = min(_COLUMNS, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    legend_in = 0.3 + 0.22 * math.ceil(len(runs) / _LEGEND_COLUMNS)
+    figure: Any = Figure(
+        figsize=(6.2 * columns, 3.1 * rows + legend_in), dpi=130, layout="constrained"
+    )
+    for i, chart in enumerate(charts):
+        _draw(figure.add_subplot(rows, columns, i + 1), chart)
+    line: Any = Line2D
+    figure.legend(
+        [line([], [], color=_color(i), linestyle=_style(i)) for i in range(len(runs))],
+        [f"{run.name}  {hint}" for run, hint in zip(runs, hints(runs), strict=True)],
+        loc="outside upper center",
+        ncols=min(_LEGEND_COLUMNS, len(runs)),
+        frameon=False,
+        fontsize=9,
+    )
+    figure.savefig(path)
+
+
+def _draw(axes: Any, chart: Chart) -> None:
+    for curve in chart.curves:
+        _line(axes, curve, scale=100.0 if chart.percent else 1.0)
+    if chart.log:
+        axes.set_yscale("log")
+    if chart.zero:
+        axes.set_ylim(bottom=0)
+    axes.set_title(chart.title + (" (%)" if chart.percent else ""), loc="left", fontsize=10)
+    if chart.note:
+        axes.set_title(chart.note, loc="right", fontsize=7, color="#5d6877")
+    axes.set_xlabel("step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="#e8ebf0", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _line(axes: Any, curve: Curve, *, scale: float) -> None:
+    steps = [point.step for point in curve.points]
+    values = [math.nan if p.value is None else scale * p.value for p in curve.points]
+    few = len(curve.points) <= 30
+    axes.plot(
+        steps,
+        values,
+        color=_color(curve.run),
+        linestyle="--" if curve.dashed else _style(curve.run),
+        linewidth=0.9 if curve.faint else 1.6,
+        alpha=0.3 if curve.faint else 1.0,
+        marker="o" if few else None,
+        markersize=3,
+        zorder=2 if curve.faint else 3,
+    )
+
+
+def _color(run: int) -> str:
+    return PALETTE[run % len(PALETTE)][0]
+
+
+def _style(run: int) -> str:
+    return "--" if run // len(PALETTE) % 2 else "-"
