@@ -155,7 +155,8 @@ class Loop:
                 self.pace.on_epoch()
             if work.ends_epoch or step >= self._next_due:
                 wants_stop = self._after_step(ends_epoch=work.ends_epoch) or wants_stop
-            if stop.now(step, wants_stop):
+            # Where all ranks have just met anyway, they also agree on what callbacks want.
+            if stop.now(step, wants_stop, meet=due or self._evaluated_at == step):
                 return
             if work.ends_epoch and position.epoch == self.limits.max_epochs:
                 return
@@ -264,10 +265,9 @@ class Loop:
         if not self._pending:
             return math.nan if self.train_loss is None else self.train_loss
         parts = [part for step_parts in self._pending for part in step_parts]
-        losses = torch.stack([loss for loss, _ in parts]).double()
-        weights = [weight for _, weight in parts]
+        losses = _read([loss for loss, _ in parts])
         # A filler's loss may be 0/0; it weighs nothing.
-        local = sum(v * w for v, w in zip(losses.tolist(), weights, strict=True) if w)
+        local = sum(v * w for v, (_, w) in zip(losses, parts, strict=True) if w)
         total = self.comm.reduce_values([local])[0]
         mean = total / self._pending_weight
         if not math.isfinite(mean) and self.on_nonfinite == "stop":
@@ -306,8 +306,10 @@ class Loop:
 
     def _settle_quietly(self) -> None:
         if self.on_nonfinite == "stop":
-            losses = torch.stack([part[0] for parts in self._pending for part in parts if part[1]])
-            bad = self.comm.reduce_values([float(not bool(torch.isfinite(losses).all()))])[0]
+            losses = _read([loss for parts in self._pending for loss, _ in parts])
+            weights = [weight for parts in self._pending for _, weight in parts]
+            broken = any(w and not math.isfinite(v) for v, w in zip(losses, weights, strict=True))
+            bad = self.comm.reduce_values([float(broken)])[0]
             if bad:
                 self._stop_on_nonfinite(math.nan)
 
@@ -395,6 +397,14 @@ def reduced(sums: Mapping[str, Mean], comm: Communicator) -> dict[str, float]:
     }
 
 
+def _read(values: list[Tensor]) -> list[float]:
+    """The numbers of 0-dim tensors; from an accelerator all at once."""
+    if values[0].device.type == "cpu":
+        return [value.item() for value in values]
+    numbers: list[float] = torch.stack(values).tolist()
+    return numbers
+
+
 def _next(count: int, every: int | None) -> float:
     return math.inf if every is None else count - count % every + every
 
@@ -423,8 +433,9 @@ class _Since:
 class _Stop:
     """Whether all ranks stop after this step.
 
-    One process decides at once. Several agree: about once a second every rank adds what it knows
-    to one small reduction, whose step all of them compute alike.
+    One process decides at once. Several agree: after reports and evaluations, where a callback's
+    wish must count at once, and besides about once a second, every rank adds what it knows to one
+    small reduction, at steps that all of them compute alike.
     """
 
     def __init__(
@@ -439,13 +450,13 @@ class _Stop:
         self._next = 1
         self._last = (0, started)
 
-    def now(self, step: int, wanted: bool) -> bool:
+    def now(self, step: int, wanted: bool, *, meet: bool) -> bool:
         if wanted:
             self._wanted = True
         if self._alone:
             self.signal = self._signals.received
             return bool(self._wanted or self.signal or self._late())
-        return step >= self._next and self._agree(step)
+        return (meet or step >= self._next) and self._agree(step)
 
     def _late(self) -> bool:
         return self._deadline is not None and time.perf_counter() >= self._deadline
