@@ -1,0 +1,70 @@
+# Two commands do everything on a bare clone: make demo, make test. Both create .venv.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+# Processes of the parallel part of the tests.
+JOBS ?= 2
+COMMA := ,
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint docs docs-serve bench wheel clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.installed-recipes  ## train the digits recipe with DDP on two processes
+	$(PY) -m torsh_trainer +recipe=digits strategy=ddp launcher.num_processes=2
+
+test: lint docs  ## lint, types, import rules, strict docs, then the tests
+	$(PY) -m pytest -q -m alone || [ $$? -eq 5 ]
+	$(PY) -m pytest -n $(JOBS) -m "not alone"
+
+lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+docs: $(VENV)/.installed-dev  ## build docs/ into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
+docs-serve: $(VENV)/.installed-dev  ## show the docs while you write them
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
+
+bench: $(VENV)/.installed-bench  ## measure beside the peers and write a table
+	$(PY) -m benchmarks
+
+wheel: $(VENV)/.installed-dev  ## build the wheel and the source archive into dist/
+	$(PY) -m build --no-isolation
+
+clean:  ## remove .venv, caches and build results; runs/ stays
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- installation: once, and again when pyproject.toml or constraints.txt change -----------------
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "Python 3.10 or later is needed; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	    echo "$(PYTHON) cannot make virtual environments; on Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Always with constraints: without them pip takes the newest torch, whatever it brings along.
+define install
+	@echo "installing this project with the extras [$(1)] into $(VENV), versions from constraints.txt"
+	$(PY) -m pip -qq install --report $(VENV)/report.json -c constraints.txt -e '.[$(1)]'
+	@$(PY) -c 'import json; print("installed:", *("{name}=={version}".format(**i["metadata"]) for i in json.load(open("$(VENV)/report.json"))["install"]))'
+endef
+
+$(VENV)/.installed-recipes: pyproject.toml constraints.txt | $(PY)
+	$(call install,recipes)
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(PY)
+	$(call install,dev)
+	@touch $(VENV)/.installed-recipes $@
+
+$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(PY)
+	$(call install,bench$(COMMA)recipes)
+	@touch $@
