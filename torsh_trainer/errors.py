@@ -67,6 +67,7 @@ class WorkerError(TrainingError):
 
     @property
     def cause_exit_code(self) -> int:
+        """The exit code of the error inside the worker."""
         return int(self.facts.get("cause_exit_code", self.exit_code))
 
 
@@ -87,7 +88,5 @@ def nearest(word: str, candidates: Iterable[str], *, most: int = 3) -> str:
     return "choose one of " + ", ".join(names) if names else ""
 
 
-def _rebuild(
-    kind: type[TorshError], sentence: str, fix: str, facts: dict[str, Any]
-) -> TorshError:
+def _rebuild(kind: type[TorshError], sentence: str, fix: str, facts: dict[str, Any]) -> TorshError:
     return kind(sentence, fix=fix, **facts)

@@ -80,10 +80,12 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
+        """The loss is scaled so that small gradients survive fp16."""
         return self.compute == "fp16"
 
     @property
     def name(self) -> str:
+        """fp32, bf16-mixed, bf16-true or fp16-mixed."""
         if self.compute == "fp32":
             return "fp32"
         return f"{self.compute}-{'mixed' if self.autocast else 'true'}"

@@ -2,9 +2,9 @@
 
 Entry-point groups that a plugin distribution may use:
 
-``torsh_trainer.plugins``     NAME = package      its ``conf/`` and ``recipes/`` folders join the search path
+``torsh_trainer.plugins``     NAME = package      its ``conf/`` and ``recipes/`` join the search
 ``torsh_trainer.strategies``  NAME = module:Class usable as ``Trainer(strategy="NAME")``
-``torsh_trainer.verbs``       NAME = module:func  ``python -m torsh_trainer NAME ...``; ``func(argv) -> exit code``
+``torsh_trainer.verbs``       NAME = module:func  a word of the command line; argv -> exit code
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STRATEGIES = {
     "fsdp": "torsh_trainer.strategies.fsdp:FSDP",
 }
 VERBS = {
-    "rerun": "torsh_trainer.config.rerun:main",
+    "rerun": "torsh_trainer.__main__:rerun",
     "report": "torsh_trainer.report:main",
 }
 

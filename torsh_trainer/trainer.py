@@ -45,15 +45,18 @@ class Result:
 
     @property
     def metrics(self) -> Mapping[str, float]:
+        """The last metrics of each split."""
         metrics: Mapping[str, float] = self.content["metrics"]
         return metrics
 
     @property
     def run_dir(self) -> Path:
+        """Where the run lies."""
         return Path(self.content["run_dir"])
 
     @property
     def checkpoint(self) -> str | None:
+        """The checkpoint saved last, if any."""
         path: str | None = self.content["checkpoint"]
         return path
 
@@ -187,6 +190,7 @@ class Trainer:
 
     @property
     def max_time_s(self) -> float | None:
+        """``max_time`` in seconds."""
         return seconds(self.max_time, option="trainer.max_time")
 
 

@@ -15,13 +15,15 @@ class Rendezvous:
     ``address``/``port`` name rank 0's TCP store. ``listen_fd`` is a listening socket already bound
     to that port, inherited by rank 0 alone: nobody can take the port between choosing and using
     it. ``hosted`` says that another process (torchrun's agent) already serves the store there, so
-    that no rank may bind the port.
+    that no rank may bind the port. ``attempt`` counts the restarts of the job over that store,
+    which still holds what earlier attempts have written.
     """
 
     address: str
     port: int
     listen_fd: int | None = None
     hosted: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class World:
 
     @property
     def is_distributed(self) -> bool:
+        """True when there is somebody to communicate with."""
         return self.size > 1
 
 

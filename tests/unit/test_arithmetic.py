@@ -32,7 +32,7 @@ def test_three_numbers_that_contradict_are_refused() -> None:
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_does() -> None:
     with pytest.raises(ConfigError, match="63 or 66"):
         batch_numbers(Loading(batch_size=64), accumulate=None, dp_size=3)
-    with pytest.raises(ConfigError, match="data.batch_size=4 would"):
+    with pytest.raises(ConfigError, match=r"data\.batch_size=4 would"):
         batch_numbers(Loading(batch_size=2), accumulate=None, dp_size=4)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from torsh_trainer.checkpoint import integrity
+from torsh_trainer.checkpoint import integrity, tensors
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.resume import find
@@ -534,6 +535,26 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
 class Attack:
     def __reduce__(self):
         return os.mkdir, ("attacked",)
+
+
+class Through:
+    """Asks getattr for a member, as Python 3.11.2 does for an enum's."""
+
+    def __init__(self, owner, name):
+        self.call = (getattr, (owner, name))
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_an_enum_pickled_through_getattr_is_read_and_nothing_else_is(tmp_path):
+    formats = dcp.metadata._MEM_FORMAT_ENCODING
+    member = formats.TORCH_CONTIGUOUS_FORMAT
+    read = tensors._Unpickler(io.BytesIO(pickle.dumps(Through(formats, member.name)))).load()
+    assert read is member
+    attack = pickle.dumps(Through(torch.Size, "__init_subclass__"))
+    with pytest.raises(pickle.UnpicklingError, match="no checkpoint metadata"):
+        tensors._Unpickler(io.BytesIO(attack)).load()
 
 
 def test_metadata_that_names_code_is_refused_and_not_run(tmp_path, monkeypatch):

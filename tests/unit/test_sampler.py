@@ -1,4 +1,4 @@
-"""The order of samples is a function of (seed, epoch); cutting changes who sees a sample, not when."""
+"""The order of samples is a function of (seed, epoch); cutting changes who sees a sample."""
 
 from __future__ import annotations
 

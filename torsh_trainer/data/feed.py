@@ -81,9 +81,7 @@ class TrainFeed:
         for (epoch, shares, samples, ends_epoch), batches in self._loaded:
             micro = [
                 MicroBatch(move(batch), counts * weight, key)
-                for batch, (_, counts), key in zip(
-                    batches, shares, keys(len(shares)), strict=True
-                )
+                for batch, (_, counts), key in zip(batches, shares, keys(len(shares)), strict=True)
             ]
             yield Step(micro, samples * weight, samples, epoch, ends_epoch)
 
@@ -109,7 +107,8 @@ class TrainFeed:
 
     def _weigh(self, plan: StepPlan, batches: list[Any]) -> tuple[Any, ...]:
         micro = []
-        for batch, share, key in zip(batches, plan.shares, self._keys(len(plan.shares)), strict=True):
+        keys = self._keys(len(plan.shares))
+        for batch, share, key in zip(batches, plan.shares, keys, strict=True):
             weight = float(self._task.weight(batch)) if share.counts else 0.0
             micro.append(MicroBatch(self._move(batch), weight, key))
         total = torch.tensor([sum(one.weight for one in micro)], dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.reading import Reading, is_set, missing
@@ -27,6 +28,7 @@ class Torchrun(Environment):
         "MASTER_ADDR",
         "MASTER_PORT",
         "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_RESTART_COUNT",
     )
 
     def world(self, env: Mapping[str, str]) -> World | None:
@@ -47,6 +49,8 @@ class Torchrun(Environment):
         node = read.integer("GROUP_RANK", means="node")
         nodes = read.integer("GROUP_WORLD_SIZE", means="nodes")
         agent = read.text("TORCHELASTIC_USE_AGENT_STORE", means="store served by the agent:")
+        attempt = read.integer("TORCHELASTIC_RESTART_COUNT", means="restarts so far:")
+        meeting = read.rendezvous(one_node=local_size == size, hosted=agent == "True")
         return World(
             rank=rank,
             size=size,
@@ -54,7 +58,7 @@ class Torchrun(Environment):
             local_size=local_size,
             node_rank=rank // local_size if node is None else node,
             nodes=-(-size // local_size) if nodes is None else nodes,
-            rendezvous=read.rendezvous(one_node=local_size == size, hosted=agent == "True"),
+            rendezvous=replace(meeting, attempt=attempt or 0),
             source=self.name,
             reasons=tuple(read.reasons),
         )

@@ -216,7 +216,7 @@ def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> Distri
     if job.precision.reduce != "fp32":
         state = (comm.process_group, job.precision.reduce)
         # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
-        wrapped.register_comm_hook(state, lambda state, bucket: _reduce_in(state, bucket))
+        wrapped.register_comm_hook(state, lambda state, bucket: _reduce_in(state, bucket))  # noqa: PLW0108
     return wrapped
 
 
