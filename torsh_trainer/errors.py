@@ -76,6 +76,7 @@ class Interrupted(TorshError):
 
     @property
     def cause_exit_code(self) -> int:
+        """128 and the signal's number, as a shell reports it."""
         return 128 + int(self.facts.get("signal", 2))
 
 

@@ -148,8 +148,9 @@ class Loop:
             due = step % log_every == 0 or step in (first, last_step)
             norm = self._step(work, measure_norm=due)
             position.epoch = work.epoch
-            metrics = self._metrics(norm) if due else None
-            wants_stop = self._tell(metrics)
+            wants_stop = False
+            if due or self._listeners:
+                wants_stop = self._tell(self._metrics(norm) if due else None)
             if work.ends_epoch:
                 position.epoch += 1
                 self.pace.on_epoch()
@@ -165,7 +166,8 @@ class Loop:
         position, engine = self.position, self.engine
         engine.zero_grad()
         report = engine.forward_backward(work.micro_batches, work.weight, self.task)
-        self.pace.before_update(position.updates)
+        if self.pace.follows_updates:
+            self.pace.before_update(position.updates)
         outcome = engine.step(self.clip, measure_norm=measure_norm)
         position.step += 1
         position.samples += work.samples
@@ -176,7 +178,8 @@ class Loop:
             self._skipped_in_a_row = 0
             self._pending.append(report.parts)
             self._pending_weight += work.weight
-            self.pace.after_update()
+            if self.pace.remembers:
+                self.pace.after_update()
         return outcome.grad_norm
 
     def _count_skipped(self) -> None:
@@ -455,7 +458,7 @@ class _Stop:
             self._wanted = True
         if self._alone:
             self.signal = self._signals.received
-            return bool(self._wanted or self.signal or self._late())
+            return self._wanted or self.signal > 0 or (self._deadline is not None and self._late())
         return (meet or step >= self._next) and self._agree(step)
 
     def _late(self) -> bool:

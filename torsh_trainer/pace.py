@@ -34,6 +34,11 @@ class Pace:
         elif schedule is not None:
             schedule.factor(0, total)  # a schedule that needs a total says so before the first step
             self._pure = None if schedule.constant else schedule
+        # Read each step, so plain attributes.
+        self.follows_updates = self._pure is not None
+        """The rates are a function of the update: ``before_update`` sets them."""
+        self.remembers = self._running is not None
+        """The schedule is stateful: it is told of updates, epochs and evaluations."""
 
     @property
     def learning_rate(self) -> float:
@@ -64,5 +69,9 @@ class Pace:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Progress of a stateful schedule; base rates stay those of this run's configuration."""
-        if self._running is not None and state["running"]:
+        if self._running is None:
+            # The optimizer came with the rates of the run that was saved.
+            for group, base in zip(self._groups, self._base, strict=True):
+                group["lr"] = base
+        elif state["running"]:
             self._running.load_state_dict(state["running"])

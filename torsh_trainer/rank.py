@@ -143,7 +143,7 @@ class Rank:
             comm=self.comm,
             pace=Pace(trainer.schedule, self.engine.optimizers, total=self.total_steps),
             clip=self.job.clip,
-            limits=Limits(trainer.max_steps, trainer.max_epochs, trainer.max_time_s),
+            limits=Limits(self.total_steps, trainer.max_epochs, trainer.max_time_s),
             cadence=Cadence(
                 log_every=trainer.log_every,
                 eval_every=trainer.eval_every,

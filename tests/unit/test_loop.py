@@ -504,3 +504,13 @@ def test_compiling_changes_nothing_but_rounding(tmp_path: Path) -> None:
         tmp_path, run_dir=tmp_path / "b", compile=True, compile_options={"backend": "aot_eager"}
     ).fit()
     torch.testing.assert_close(compiled.model.state_dict(), eager.model.state_dict())
+
+
+def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=5).fit()
+    task = Line()
+    task.optimizer = OptimizerSpec("SGD", lr=0.001)
+    recorder = Recorder()
+    trainer(tmp_path, task=task, callbacks=[recorder]).fit()
+    assert [r.step for r in recorder.steps] == [6, 7, 8, 9, 10]
+    assert {r.metrics["lr"] for r in recorder.steps} == {0.001}

@@ -1,0 +1,31 @@
+"""Learning-rate schedules: factors on every group's base learning rate."""
+
+from torsh_trainer.schedule.base import RunningSchedule, Schedule, StatefulSchedule
+from torsh_trainer.schedule.plateau import ReduceOnPlateau
+from torsh_trainer.schedule.shapes import (
+    Constant,
+    Cosine,
+    InverseSqrt,
+    Linear,
+    OneCycle,
+    Polynomial,
+    Step,
+    WarmupStableDecay,
+)
+from torsh_trainer.schedule.torch_scheduler import TorchSchedule
+
+__all__ = [
+    "Constant",
+    "Cosine",
+    "InverseSqrt",
+    "Linear",
+    "OneCycle",
+    "Polynomial",
+    "ReduceOnPlateau",
+    "RunningSchedule",
+    "Schedule",
+    "StatefulSchedule",
+    "Step",
+    "TorchSchedule",
+    "WarmupStableDecay",
+]

@@ -12,14 +12,23 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.strategies.base import Job
 
 
 def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -> nn.Module:
-    """The job's model on ``device`` (default: the communicator's), in training mode."""
+    """The job's model on ``device`` (default: the communicator's), in training mode.
+
+    Raises:
+        Unsupported: SyncBatchNorm, which torch has for CUDA alone, on another device.
+    """
     model = job.build_model()
     if job.sync_batchnorm and comm.world.is_distributed:
+        if comm.device.type != "cuda":
+            raise Unsupported(
+                f"trainer.sync_batchnorm=true needs CUDA devices, and this is {comm.device.type}",
+                fix="set trainer.sync_batchnorm=false: each process then normalises its own batch",
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(device or comm.device)
     if job.activation_checkpointing:

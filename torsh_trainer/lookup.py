@@ -1,0 +1,65 @@
+"""What a user typed, a pattern or an import path, turned into what it means or a clear error."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torsh_trainer.errors import ConfigError, ResourceError, nearest
+
+SHOWN = 6
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that match ``pattern`` (fnmatch, case-sensitive; ``*`` crosses dots), in order."""
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def no_match(pattern: str, names: Collection[str], *, option: str) -> ConfigError:
+    """The error for a pattern of parameter names that matches none of ``names``."""
+    stem = pattern.strip("!*?.")
+    modules = {name.rsplit(".", depth)[0] for name in names for depth in range(1, 4)} - set(names)
+    offer = nearest(stem, modules | set(names))
+    if not offer.startswith("did you mean"):
+        offer = "the parameters are " + shown(names)
+    return ConfigError(
+        f"{option}: the pattern {pattern!r} matches no parameter", fix=offer, pattern=pattern
+    )
+
+
+def shown(names: Collection[str]) -> str:
+    """The first few of ``names`` and how many more there are."""
+    first = ", ".join(list(names)[:SHOWN])
+    return first + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def imported(path: str, *, option: str) -> Any:
+    """The object at ``package.module.Name`` or ``package.module:Name``.
+
+    Raises:
+        ConfigError: there is no such module, or nothing of that name in it.
+        ResourceError: the module is there, and something that it imports is not installed.
+    """
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name + ".").startswith(error.name + "."):
+            raise ConfigError(
+                f"{option}={path}: there is no module {error.name!r} here",
+                fix="install it, or correct the path",
+                path=path,
+            ) from error
+        raise ResourceError(
+            f"{option}={path}: importing it needs {error.name!r}, which is not installed",
+            fix=f"pip install {error.name}",
+            path=path,
+        ) from error
+    if not hasattr(module, name):
+        public = [known for known in dir(module) if not known.startswith("_")]
+        raise ConfigError(
+            f"{option}={path}: {module_name} has no {name!r}", fix=nearest(name, public), path=path
+        )
+    return getattr(module, name)

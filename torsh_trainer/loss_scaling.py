@@ -1,0 +1,70 @@
+"""Loss scaling for fp16: the factor that keeps small gradients from vanishing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torsh_trainer.precision import LossScaling
+
+LARGEST = 3.4028234663852886e38
+"""The largest float32: a scale does not grow beyond it."""
+
+
+class LossScaler:
+    """The scale of the loss, one Python number that every rank updates alike.
+
+    Multiply the loss by ``scale`` before backward, divide gradients by it, and say after each step
+    whether they were finite. With ``hysteresis`` 1 the scale is torch.amp.GradScaler's (which has
+    no ``min_scale``). With more, the first ``hysteresis - 1`` overflows leave it alone, and a
+    growth restores that patience, as in DeepSpeed's DynamicLossScaler and Megatron-LM.
+    """
+
+    def __init__(self, options: LossScaling) -> None:
+        self.options = options
+        self.scale = float(options.initial_scale if options.scale is None else options.scale)
+        self._good_steps = 0
+        self._patience = options.hysteresis
+
+    @property
+    def at_floor(self) -> bool:
+        """The scale cannot fall further: an overflow now lies in the gradients themselves."""
+        return self.options.scale is not None or self.scale <= self.options.min_scale
+
+    def update(self, *, found_nonfinite: bool) -> None:
+        """After each step: ``found_nonfinite`` says that it was skipped for its gradients."""
+        if self.options.scale is not None:
+            return
+        if found_nonfinite:
+            self._good_steps = 0
+            self._patience -= 1
+            if self._patience <= 0:
+                self._fall()
+            return
+        self._good_steps += 1
+        if self._good_steps == self.options.growth_interval:
+            self._good_steps = 0
+            self._patience = self.options.hysteresis
+            grown = self.scale * self.options.growth_factor
+            if grown <= LARGEST:
+                self.scale = grown
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {
+            "scale": self.scale,
+            "good_steps": self._good_steps,
+            "patience": self._patience,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what ``state_dict`` gave; a fixed ``scale`` stays as configured."""
+        if self.options.scale is None:
+            self.scale = float(state["scale"])
+        self._good_steps = int(state["good_steps"])
+        self._patience = int(state["patience"])
+
+    def _fall(self) -> None:
+        # A scale that began below the floor is not raised by an overflow.
+        floor = min(self.scale, self.options.min_scale)
+        self.scale = max(self.scale * self.options.backoff_factor, floor)

@@ -1,0 +1,402 @@
+"""Starting from pretrained weights, and freezing parameters; on a CPU module, before wrapping."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.lookup import matching, no_match, shown
+
+NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "params")
+"""Keys under which training scripts and Lightning keep a model's weights in a checkpoint."""
+
+WRAPPERS = ("module.", "_orig_mod.", "model.")
+"""What DDP, torch.compile and a LightningModule put before the names of a model."""
+
+_IN_FOLDER = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A tensor whose shape in the file is not the model's."""
+
+    name: str
+    in_file: tuple[int, ...]
+    in_model: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({list(self.in_file)} in the file, {list(self.in_model)} in the model)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What became of every tensor: names as the model has them, ``unexpected`` as the file does.
+
+    ``elements`` are how many numbers of the model were loaded, and how many it has.
+    """
+
+    path: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+    elements: tuple[int, int]
+    stripped: str = ""
+
+    @property
+    def complete(self) -> bool:
+        """Every tensor of the model came from the file, and nothing was left over."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        tensors = len(self.loaded) + len(self.missing) + len(self.mismatched)
+        share = self.elements[0] / max(1, self.elements[1])
+        text = f"{len(self.loaded)} of {tensors} tensors ({share:.1%} of the elements) loaded from "
+        return "; ".join([text + self.path, *self.shortfalls()])
+
+    def shortfalls(self) -> list[str]:
+        """One phrase for each way in which the file and the model differ."""
+        phrases = []
+        if self.missing:
+            phrases.append(f"not in the file: {shown(self.missing)}")
+        if self.unexpected:
+            phrases.append(f"not in the model: {shown(self.unexpected)}")
+        if self.mismatched:
+            phrases.append(f"of another shape: {shown([str(m) for m in self.mismatched])}")
+        return phrases
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of a file, not read yet."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def load_pretrained(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+    prefix: str = "",
+) -> Report:
+    """Copies the weights in a file into ``model`` (parameters and buffers), cast to its dtypes.
+
+    ``path`` is a .safetensors file, a ``*.index.json`` of a sharded one, a file that torch.save
+    wrote, or a folder with one of these under its Hugging Face name. ``prefix`` takes the part of
+    the file under it (``"encoder."``). ``rename`` maps regular expressions to replacements,
+    applied in order to the names that are left. A wrapper's prefix (DDP, torch.compile,
+    LightningModule) falls away by itself where the model has none. Nothing is changed unless all
+    checks pass. Pickled code is never run: torch files are read with ``weights_only``.
+
+    Raises:
+        ConfigError: there is no such file, it holds no weights or more than weights, nothing of it
+            fits, or (``strict``) not everything does.
+        ResourceError: safetensors is not installed.
+    """
+    path = Path(path)
+    stored = _under(_open(path), prefix, path)
+    stored = _renamed(stored, rename or {}, path)
+    target = _tensors(model)
+    stored, stripped = _unwrapped(stored, target)
+    report = _compare(stored, target, str(path), stripped)
+    _refuse(report, target, strict=strict)
+    with torch.no_grad():
+        for name in report.loaded:
+            if name in stored:
+                target[name].copy_(stored[name].read())
+    return report
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Stops parameters whose names match from training; returns the names of all frozen ones.
+
+    Patterns (fnmatch) apply in order; one that begins with ``!`` lets parameters train again:
+    ``["*", "!head.*"]`` trains the head alone.
+
+    Raises:
+        ConfigError: a pattern matches no parameter; the nearest names are offered.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        found = matching(pattern.removeprefix("!"), parameters)
+        if not found:
+            raise no_match(pattern, parameters, option="trainer.frozen")
+        for name in found:
+            trains = pattern.startswith("!") and parameters[name].is_floating_point()
+            parameters[name].requires_grad_(trains)
+    return [name for name, parameter in parameters.items() if not parameter.requires_grad]
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def _open(path: Path) -> dict[str, _Stored]:
+    if path.is_dir():
+        path = _file_in(path)
+    if not path.is_file():
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(
+            f"trainer.pretrained={path}: there is no such file",
+            fix=nearest(path.name, beside) if 0 < len(beside) < 20 else "correct the path",
+        )
+    if path.name.endswith(".index.json"):
+        return _open_shards(path)
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+
+
+def _file_in(folder: Path) -> Path:
+    for name in _IN_FOLDER:
+        if (folder / name).is_file():
+            return folder / name
+    if any(folder.rglob(".metadata")):
+        raise ConfigError(
+            f"trainer.pretrained={folder} is a checkpoint of a run, not a file of weights",
+            fix=f"go on with it by checkpoint.resume={folder}, "
+            "or save its model's state_dict as a .safetensors file first",
+        )
+    raise ConfigError(
+        f"trainer.pretrained={folder}: the folder has none of {', '.join(_IN_FOLDER)}",
+        fix="name the file itself",
+    )
+
+
+def _open_shards(index: Path) -> dict[str, _Stored]:
+    try:
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"trainer.pretrained={index} is not an index of shards", fix="it needs a weight_map"
+        ) from error
+    stored: dict[str, _Stored] = {}
+    for name in files:
+        if Path(name).name != name or name.endswith(".index.json"):
+            raise ConfigError(
+                f"trainer.pretrained={index} names a shard outside its folder: {name}",
+                fix="shards lie beside their index",
+            )
+        stored.update(_open(index.with_name(name)))
+    return stored
+
+
+def _open_safetensors(path: Path) -> dict[str, _Stored]:
+    try:  # an optional library, needed by nothing else in the core
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ResourceError(
+            f"trainer.pretrained={path} needs safetensors, which is not installed",
+            fix="pip install 'torsh-trainer[weights]'",
+        ) from error
+    try:
+        file = safe_open(path, framework="pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ConfigError(
+            f"trainer.pretrained={path} is not a whole safetensors file: {error}",
+            fix="download or copy it again",
+        ) from error
+    return {name: _Stored(shape, _Reader(file, name)) for name, shape in shapes.items()}
+
+
+@dataclass(frozen=True)
+class _Reader:
+    file: Any
+    name: str
+
+    def __call__(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)
+        return tensor
+
+
+def _open_torch(path: Path) -> dict[str, _Stored]:
+    try:
+        content = _load_torch(path)
+    except pickle.UnpicklingError as error:
+        raise (_refused_code(path, str(error)) or _unreadable(path, error)) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
+        raise _unreadable(path, error) from error
+    weights = _find_weights(content)
+    if not weights:
+        keys = shown([str(key) for key in content]) if isinstance(content, Mapping) else ""
+        raise ConfigError(
+            f"trainer.pretrained={path} holds a {type(content).__name__} without weights"
+            + (f": {keys}" if keys else ""),
+            fix=f"save a state_dict, by itself or under {', '.join(NESTED_UNDER)}",
+        )
+    return {k: _Stored(tuple(v.shape), partial(torch.detach, v)) for k, v in weights.items()}
+
+
+def _refused_code(path: Path, reason: str) -> ConfigError | None:
+    """The error for a file with more in it than weights; None when that is not the reason."""
+    if "weights only" not in reason.lower() or "nsupported" not in reason:
+        return None
+    named = re.search(r"(?:GLOBAL|global|class) `?([\w.]+)", reason)
+    what = f" ({named.group(1)})" if named else ""
+    return ConfigError(
+        f"trainer.pretrained={path} is not plain weights: it holds pickled objects{what}, "
+        "and unpickling those can run code",
+        fix="where you trust the file, save its state_dict alone, best as .safetensors",
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    # Of the rest, such as a KeyError for an unknown opcode, nobody can make sense.
+    told = isinstance(error, RuntimeError | pickle.UnpicklingError)
+    reason = str(error).split(". ")[0].splitlines()[0] if told else "it is something else"
+    return ConfigError(
+        f"trainer.pretrained={path} cannot be read as a file of torch.save: {reason}",
+        fix="download or copy it again, or give it its right suffix (.safetensors)",
+    )
+
+
+def _load_torch(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+    return torch.load(path, map_location="cpu", weights_only=True)  # from before the zip format
+
+
+def _find_weights(content: Any) -> dict[str, Tensor]:
+    """The state_dict in what a file holds: itself, or under one of the usual keys."""
+    if not isinstance(content, Mapping):
+        return {}
+    for key in NESTED_UNDER:
+        if isinstance(content.get(key), Mapping):
+            found = _find_weights(content[key])
+            if found:
+                return found
+    # A state_dict may carry more than tensors (_metadata, extra state); names are strings.
+    return {k: v for k, v in content.items() if isinstance(k, str) and isinstance(v, Tensor)}
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+def _under(stored: dict[str, _Stored], prefix: str, path: Path) -> dict[str, _Stored]:
+    part = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
+    if not part:
+        heads = {name.split(".")[0] + "." for name in stored}
+        raise ConfigError(
+            f"nothing in {path} has the prefix {prefix!r}", fix=nearest(prefix, heads)
+        )
+    return part
+
+
+def _renamed(
+    stored: dict[str, _Stored], rename: Mapping[str, str], path: Path
+) -> dict[str, _Stored]:
+    for pattern, replacement in rename.items():
+        try:
+            renamed = {re.sub(pattern, replacement, name): v for name, v in stored.items()}
+        except (re.error, IndexError) as error:
+            raise ConfigError(
+                f"rename: {pattern!r} -> {replacement!r} is not a regular expression: {error}",
+                fix="escape dots and brackets with a backslash",
+            ) from error
+        if len(renamed) < len(stored):
+            raise ConfigError(
+                f"rename: {pattern!r} gives two tensors of {path} one name",
+                fix="make the pattern narrower",
+            )
+        if not any(re.search(pattern, name) for name in stored):
+            raise ConfigError(
+                f"rename: {pattern!r} matches nothing in {path}",
+                fix=f"its names are {shown(list(stored))}",
+            )
+        stored = renamed
+    return stored
+
+
+def _unwrapped(
+    stored: dict[str, _Stored], target: Mapping[str, Tensor]
+) -> tuple[dict[str, _Stored], str]:
+    """``stored`` without a prefix that a wrapper left, where none of its names fit as they are."""
+    stripped = ""
+    for _ in WRAPPERS:
+        if any(name in target for name in stored):
+            break
+        for wrapper in WRAPPERS:
+            shorter = {k.removeprefix(wrapper): v for k, v in stored.items()}
+            if all(name.startswith(wrapper) for name in stored):
+                stored, stripped = shorter, stripped + wrapper
+                break
+    return stored, stripped
+
+
+def _compare(
+    stored: Mapping[str, _Stored], target: Mapping[str, Tensor], path: str, stripped: str
+) -> Report:
+    fits = {n for n, t in target.items() if n in stored and stored[n].shape == tuple(t.shape)}
+    # Tied weights: a file may hold one of the names that share a tensor.
+    places = {_place(target[name]) for name in fits if target[name].numel()}
+    fits |= {n for n, t in target.items() if n not in stored and _place(t) in places}
+    mismatched = tuple(
+        Mismatch(name, stored[name].shape, tuple(target[name].shape))
+        for name in target
+        if name in stored and name not in fits
+    )
+    return Report(
+        path=path,
+        loaded=tuple(name for name in target if name in fits),
+        missing=tuple(name for name in target if name not in fits and name not in stored),
+        unexpected=tuple(name for name in stored if name not in target),
+        mismatched=mismatched,
+        elements=(sum(target[n].numel() for n in fits), sum(t.numel() for t in target.values())),
+        stripped=stripped,
+    )
+
+
+def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
+    return tensor.data_ptr(), tuple(tensor.shape)
+
+
+def _refuse(report: Report, target: Mapping[str, Tensor], *, strict: bool) -> None:
+    """Raises where the file does not fit: in part when ``strict``, else not at all."""
+    if report.complete or (not strict and report.loaded):
+        return
+    fix = "set trainer.pretrained_strict=false to load what fits"
+    if not report.loaded:
+        fix = "check that the file belongs to this model, or rename its tensors"
+    offers = _renames(report.unexpected, report.missing)
+    if offers:
+        fix += f" (nearest names: {offers})"
+    raise ConfigError(
+        f"trainer.pretrained={report.path} does not fit the model: "
+        + "; ".join(report.shortfalls()),
+        fix=fix,
+        loaded=len(report.loaded),
+        tensors=len(target),
+    )
+
+
+def _renames(unexpected: Sequence[str], missing: Sequence[str]) -> str:
+    """``file.name -> model.name`` for the first few that look alike."""
+    offers = []
+    for name in unexpected[:3]:
+        offer = nearest(name, missing, most=1)
+        if offer.startswith("did you mean"):
+            offers.append(f"{name} -> {offer.split(chr(39))[1]}")
+    return ", ".join(offers)
