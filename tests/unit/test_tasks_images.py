@@ -212,6 +212,7 @@ def test_a_missing_file_names_the_package_and_the_knob(tmp_path: Path) -> None:
         (struct.pack(">HBBI", 0, 8, 1, 0), r"holds 0 values"),
         (struct.pack(">HBB", 0, 8, 3) + b"\1", r"holds 0 values"),
     ],
+    ids=["empty", "html", "too short", "nothing", "no sizes"],
 )
 def test_a_file_that_is_cut_off_or_something_else_is_named(
     tmp_path: Path, content: bytes, words: str
@@ -222,7 +223,9 @@ def test_a_file_that_is_cut_off_or_something_else_is_named(
         read_idx(path)
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(bytes(1000))[:-12]])
+@pytest.mark.parametrize(
+    "content", [b"not gzip", gzip.compress(bytes(1000), mtime=0)[:-12]], ids=["text", "cut off"]
+)
 def test_a_broken_gzip_file_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "train-labels-idx1-ubyte.gz"
     path.write_bytes(content)

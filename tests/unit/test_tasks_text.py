@@ -104,7 +104,9 @@ def write(folder: Path, **texts: str) -> None:
 
 def test_windows_hold_the_last_part_of_all_text_out(tmp_path: Path) -> None:
     write(tmp_path, b="second " * 40, a="first " * 40)
-    source = TextFiles(paths=str(tmp_path / "*.txt"), context=10, eval_fraction=0.2)
+    source = TextFiles(
+        paths=str(tmp_path / "*.txt"), context=10, eval_fraction=0.2, test_fraction=0
+    )
     stream = ("first " * 40 + "\0" + "second " * 40).encode()
     assert (
         text_of(source.train.windows[:, :-1].flatten())
@@ -119,7 +121,9 @@ def test_windows_hold_the_last_part_of_all_text_out(tmp_path: Path) -> None:
 
 def test_a_line_is_a_sample_between_two_ends(tmp_path: Path) -> None:
     write(tmp_path, a="one\n\ntwo lines\n", b="drei\n")
-    source = TextFiles(paths=[str(tmp_path / "*.txt")], sample="line", eval_fraction=0)
+    source = TextFiles(
+        paths=[str(tmp_path / "*.txt")], sample="line", eval_fraction=0, test_fraction=0
+    )
     assert [text_of(source.train[i]) for i in range(3)] == [
         b"\0one\0",
         b"\0two lines\0",
@@ -133,7 +137,13 @@ def test_a_line_is_a_sample_between_two_ends(tmp_path: Path) -> None:
 
 def test_a_long_document_is_cut_without_losing_a_target(tmp_path: Path) -> None:
     write(tmp_path, a="abcdefghijk", b="xy")
-    source = TextFiles(paths=str(tmp_path / "*.txt"), sample="document", context=5, eval_fraction=0)
+    source = TextFiles(
+        paths=str(tmp_path / "*.txt"),
+        sample="document",
+        context=5,
+        eval_fraction=0,
+        test_fraction=0,
+    )
     samples = [text_of(source.train[i]) for i in range(len(source.train))]
     assert samples == [b"\0abcde", b"efghij", b"jk\0", b"\0xy\0"]
     assert b"".join(sample[1:] for sample in samples) == b"abcdefghijk\0xy\0"
@@ -187,12 +197,17 @@ def test_a_tokenizer_of_ones_own_makes_the_tokens(tmp_path: Path) -> None:
         end_token=99,
         context=3,
         eval_fraction=0,
+        test_fraction=0,
     )
     assert source.train.windows.tolist() == [[1, 2, 3, 4], [4, 99, 5, 1]]
     assert source.vocab_size == 100
     assert not source.byte_level
     lines = TextFiles(
-        paths=str(tmp_path / "*.txt"), tokenizer=Words(), sample="line", eval_fraction=0
+        paths=str(tmp_path / "*.txt"),
+        tokenizer=Words(),
+        sample="line",
+        eval_fraction=0,
+        test_fraction=0,
     )
     assert [lines.train[i].tolist() for i in range(2)] == [[1, 2, 3, 4], [5, 1]]
 

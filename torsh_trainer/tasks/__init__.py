@@ -1,0 +1,1 @@
+"""Ready tasks, small real models and data sources: what the recipes name."""

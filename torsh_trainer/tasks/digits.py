@@ -1,0 +1,67 @@
+"""Handwritten digits, 8 x 8 pixels, as scikit-learn ships them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from torsh_trainer.tasks.sources import (
+    Augmented,
+    LoadedOnUse,
+    Splits,
+    TensorData,
+    balanced,
+    check_fractions,
+    library,
+    shift_and_flip,
+    split,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Digits(LoadedOnUse):
+    """1797 digits: image (1, 8, 8) float32 in [0, 1], label 0-9.
+
+    Every class is split alike into training, ``eval_fraction`` and ``test_fraction``, drawn by
+    ``split_seed``. ``augment`` moves training images by up to one pixel.
+
+    Raises:
+        ResourceError: scikit-learn is not installed.
+    """
+
+    eval_fraction: float = 0.1
+    test_fraction: float = 0.2
+    split_seed: int = 0
+    augment: bool = False
+
+    in_features: ClassVar[int] = 64
+    in_channels: ClassVar[int] = 1
+    image_size: ClassVar[int] = 8
+    num_classes: ClassVar[int] = 10
+
+    def __post_init__(self) -> None:
+        check_fractions(eval_fraction=self.eval_fraction, test_fraction=self.test_fraction)
+
+    def load(self) -> Splits:
+        digits = library("sklearn.datasets", needs="data=digits").load_digits()
+        images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
+        data = TensorData(images, torch.from_numpy(digits.target).long())
+        rows = split(
+            len(data),
+            fractions=(self.eval_fraction, self.test_fraction),
+            seed=self.split_seed,
+            labels=data.tensors[1],
+        )
+        train, held_out, test = (data.take(part) for part in rows)
+        moved = partial(shift_and_flip, pixels=1, flip=False)
+        return Splits(
+            Augmented(train, moved) if self.augment else train, held_out, test, predict=test
+        )
+
+    def sample_weights(self) -> Tensor:
+        train = self.train.data if self.augment else self.train
+        return balanced(train.tensors[1])
