@@ -514,3 +514,19 @@ def test_a_resumed_run_takes_the_learning_rate_that_it_is_given(tmp_path: Path) 
     trainer(tmp_path, task=task, callbacks=[recorder]).fit()
     assert [r.step for r in recorder.steps] == [6, 7, 8, 9, 10]
     assert {r.metrics["lr"] for r in recorder.steps} == {0.001}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_arrives_as_the_sentence_that_it_is(
+    tmp_path: Path, workers: int
+) -> None:
+    class Torn(Dataset):
+        def __len__(self) -> int:
+            return 48
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            raise ConfigError(f"sample {index} is torn", fix="mend it")
+
+    loading = Loading(batch_size=8, num_workers=workers)
+    with pytest.raises(ConfigError, match=r"^sample \d+ is torn; mend it$"):
+        trainer(tmp_path, task=Line(Source(Torn())), loading=loading).fit()

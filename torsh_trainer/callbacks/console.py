@@ -33,6 +33,9 @@ _NOT_SHOWN = frozenset({"samples_per_s", "data_wait_s", "step_s", "skipped"})
 _SLOW_DATA = 0.1  # the share of a step spent waiting for data from which on it is shown
 _DRAWING_SHARE = 0.01  # of the time, at most
 _LINES_WIDTH = 100
+_WORDS = 15
+"""Columns for the words of a table, at least."""
+
 _LONG_STRIDE = 64
 
 
@@ -166,8 +169,10 @@ class _Shown(_Display):
 
     def conclude(self, result: Mapping[str, Any]) -> None:
         self._terminal.print(Text("\nDone", style="bold green"))
-        for word, value in _conclusion(result, self._info, self._throughput):
-            _print_pair(self._terminal, word, value)
+        pairs = _conclusion(result, self._info, self._throughput)
+        width = max(_WORDS, *(len(word) + 1 for word, _ in pairs))
+        for word, value in pairs:
+            _print_pair(self._terminal, word, value, width=width)
 
 
 class _Lines(_Shown):
@@ -349,8 +354,8 @@ def _introduce(terminal: Terminal, info: RunInfo, *, show_model: bool) -> None:
     terminal.print()
 
 
-def _print_pair(terminal: Terminal, word: str, facts: str) -> None:
-    line = Text(f"  {word:<15}", style="bold cyan").append(facts, style="not bold default")
+def _print_pair(terminal: Terminal, word: str, facts: str, *, width: int = _WORDS) -> None:
+    line = Text(f"  {word:<{width}}", style="bold cyan").append(facts, style="not bold default")
     terminal.print(line, soft_wrap=True)
 
 

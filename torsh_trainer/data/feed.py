@@ -6,12 +6,13 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataset import TensorDataset
 
@@ -20,7 +21,7 @@ from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE
 from torsh_trainer.data.batch import MicroBatch, Step
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, Share, StepPlan, mix
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.task import Task
 
 Key = int | tuple[int, int]
@@ -264,11 +265,11 @@ def _by_workers(
                 yield _keys(plan.epoch, share) if keyed else list(share.ids)
 
     loader: Any = DataLoader(
-        dataset,
+        _Telling(dataset),
         batch_sampler=_Iterable(keys),
         num_workers=loading.num_workers,
         prefetch_factor=loading.prefetch_factor,
-        collate_fn=collate,
+        collate_fn=partial(_unless_failed, collate),
         pin_memory=pin,
     )
     batches = iter(loader)
@@ -277,10 +278,44 @@ def _by_workers(
         if first is _END:
             return
         plan = waiting.popleft()
-        yield plan, [first, *(next(batches) for _ in plan.shares[1:])]
+        loaded = [first, *(next(batches) for _ in plan.shares[1:])]
+        for batch in loaded:
+            if isinstance(batch, _Failed):
+                raise batch.error
+        yield plan, loaded
 
 
 _END = object()
+
+
+class _Failed:
+    """An error of ours on its way out of a loader process.
+
+    Raised there, it would arrive with a traceback inside its sentence.
+    """
+
+    def __init__(self, error: TorshError) -> None:
+        self.error = error
+
+
+class _Telling(Dataset[Any]):
+    """A map dataset whose errors of ours come back as values."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._fetch = _plain(dataset).__getitems__
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__getitems__([key])
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        try:
+            return self._fetch(keys)
+        except TorshError as error:
+            return _Failed(error)
+
+
+def _unless_failed(collate: Callable[[Any], Any], samples: Any) -> Any:
+    return samples if isinstance(samples, _Failed) else collate(samples)
 
 
 class _Iterable:
