@@ -14,27 +14,36 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.world import World
 
 Reduction = Literal["sum", "mean", "min", "max", "product"]
-BackendName = Literal["auto", "nccl", "gloo", "mpi"]
 
 
 @dataclass(frozen=True)
 class CommOptions:
     """Knobs of the process group.
 
-    ``backend`` auto is nccl beside CUDA devices and gloo elsewhere. ``timeout_s`` bounds every
-    collective. ``network_interface`` names the interface for NCCL and gloo (``eth0``).
-    ``on_missing`` says what to do when the backend asked for is not available here.
+    ``backend`` is auto, nccl, gloo, mpi, or the name under which a plugin registered another one
+    with torch.distributed; auto is nccl beside CUDA devices and gloo elsewhere. ``timeout_s``
+    bounds every collective, ``startup_timeout_s`` the wait for all processes to arrive.
+    ``network_interface`` names the interface for NCCL and gloo (``eth0``; several with commas).
+    ``on_missing`` says what to do when the backend asked for is not available on every process:
+    an error, or gloo on all of them.
     """
 
-    backend: BackendName = "auto"
+    backend: str = "auto"
     timeout_s: float = 1800.0
+    startup_timeout_s: float = 300.0
     network_interface: str | None = None
     on_missing: Literal["error", "fallback"] = "error"
 
     def __post_init__(self) -> None:
-        if self.timeout_s <= 0:
+        for name, default in (("timeout_s", 1800), ("startup_timeout_s", 300)):
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"comm.{name}={getattr(self, name)} is not positive",
+                    fix=f"the default is {default} seconds",
+                )
+        if self.on_missing not in ("error", "fallback"):
             raise ConfigError(
-                f"comm.timeout_s={self.timeout_s} is not positive", fix="the default is 1800"
+                f"comm.on_missing={self.on_missing} is unknown", fix="choose error or fallback"
             )
 
 
@@ -49,8 +58,10 @@ class Communicator(abc.ABC):
     """Collectives among the processes of a job, or of a part of it.
 
     Every method is collective: all members call it in the same order; ``send`` and ``recv`` are
-    the exceptions. Tensors live on ``device`` (``place`` moves one there). Ranks are those within
-    this communicator. With ``async_op=True`` an operation returns a ``Work`` at once.
+    the exceptions. Tensors live on ``device`` (``place`` moves one there); they need not be
+    contiguous. Ranks are those within this communicator. With ``async_op=True`` an operation
+    returns a ``Work`` at once. ``mean`` is for floating-point tensors; of integers it raises
+    ConfigError.
     """
 
     world: World
@@ -60,7 +71,7 @@ class Communicator(abc.ABC):
     """Where tensors must be, and where this process computes."""
 
     backend: str
-    """nccl, gloo, mpi, or ``local`` for a single process."""
+    """nccl, gloo, mpi, a registered name, or ``local`` for one process without a group."""
 
     process_group: Any
     """The torch.distributed process group, or None where there is none."""
@@ -73,7 +84,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, tensor: Tensor, *, dst: int, op: Reduction = "sum") -> None:
-        """As ``all_reduce``, but only ``dst`` holds the result."""
+        """As ``all_reduce``, but only ``dst`` holds the result; the others keep their tensor."""
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, *, src: int = 0, async_op: bool = False) -> Work | None:
@@ -99,7 +110,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """``outputs[i]`` becomes member i's ``inputs[rank]``."""
+        """``outputs[i]`` becomes member i's ``inputs[rank]``; sizes may differ, dtypes may not."""
 
     @abc.abstractmethod
     def send(self, tensor: Tensor, *, dst: int) -> None:
@@ -123,9 +134,13 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def split(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator among ``ranks``; None on a process that is not among them.
+        """A communicator among ``ranks``, numbered ascending; None on a process outside them.
 
-        Collective over all members of this communicator, in the same order everywhere.
+        Collective over all members of this communicator, in the same order everywhere. Members
+        may name different parts at once: [0, 1] on two of them and [2, 3] on the others.
+
+        Raises:
+            ConfigError: a rank is not a member, or this communicator is itself a part.
         """
 
     @abc.abstractmethod
@@ -143,3 +158,16 @@ class Communicator(abc.ABC):
         tensor = self.place(torch.tensor(values, dtype=torch.float64))
         self.all_reduce(tensor, op=op)
         return [float(value) for value in tensor.tolist()]
+
+
+def check_mean(tensor: Tensor, op: Reduction) -> None:
+    """Refuses the mean of integers, which no backend could hold.
+
+    Raises:
+        ConfigError: ``op`` is mean and ``tensor`` is neither floating-point nor complex.
+    """
+    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"the mean of {tensor.dtype} values is not of that dtype",
+            fix="reduce with op='sum' and divide, or convert to a floating-point dtype first",
+        )

@@ -156,6 +156,10 @@ class Engine(abc.ABC):
     model: nn.Module
     """The user's module (unwrapped); its parameters may be shards."""
 
+    module: nn.Module
+    """What ``task.forward`` calls while training: ``model``, or the engine's wrapper around it. Under
+    manual optimization a forward goes through it too."""
+
     optimizers: Mapping[str, Optimizer]
 
     @abc.abstractmethod

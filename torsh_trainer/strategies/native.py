@@ -68,6 +68,7 @@ class NativeEngine(Engine):
         built = job.build_optimizers(model.named_parameters())
         self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
         self._device = comm.device
+        self._kept = (1.0, torch.ones((), device=comm.device))
         self._generators = _generators(comm.device)
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
@@ -107,15 +108,19 @@ class NativeEngine(Engine):
         if self._scaler is not None:
             factor *= self._scaler.scale
         try:
-            if factor == 1.0:
-                loss.backward()
-            elif weight:
-                (loss * factor).backward()
-            else:  # a loss over nothing may be 0/0, and NaN * 0 is NaN
-                (torch.nan_to_num(loss) * 0.0).backward()
+            # The factor enters as the gradient of the loss: a product would cost two operations.
+            loss.backward(self._gradient(factor, loss))
         except RuntimeError as error:
             raise _why_no_backward(loss) or error from error
         return loss.detach(), weight
+
+    def _gradient(self, factor: float, loss: Tensor) -> Tensor:
+        """``factor`` as a 0-dim tensor beside ``loss``; the last one is kept, it rarely changes."""
+        kept, gradient = self._kept
+        if kept != factor or gradient.dtype != loss.dtype:
+            gradient = torch.full((), factor, dtype=loss.dtype, device=loss.device)
+            self._kept = (factor, gradient)
+        return gradient
 
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
         outcome = self._unscale_and_clip(self._parameters, clip, measure_norm=measure_norm)

@@ -1,0 +1,18 @@
+"""Whatever ``auto`` takes equals plain PyTorch: single, ddp, and fsdp for a model too large."""
+
+from torsh_trainer.strategies.auto import Auto
+from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.testing.strategy import StrategyContract
+
+
+class TestAuto(StrategyContract):
+    strategy = Auto()
+    world_sizes = (1, 2)
+    for_unused = DDP(find_unused_parameters=True)
+
+
+class TestAutoWithoutMemory(StrategyContract):
+    """A fraction of memory in which not even the tiny model fits: auto shards it."""
+
+    strategy = Auto(memory_fraction=1e-9)
+    world_sizes = (2,)

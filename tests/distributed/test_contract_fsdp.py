@@ -1,0 +1,29 @@
+"""FSDP equals plain PyTorch, however the model is cut."""
+
+from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.testing.strategy import StrategyContract
+
+
+class TestFSDP(StrategyContract):
+    strategy = FSDP()
+    world_sizes = (1, 2, 4)
+
+
+class TestFSDPWithoutReshard(StrategyContract):
+    strategy = FSDP(reshard_after_forward=False, prefetch_depth=1)
+    world_sizes = (2,)
+
+
+class TestFSDPThatReducesEveryMicroBatch(StrategyContract):
+    strategy = FSDP(reduce_every_micro_batch=True, wrap_modules=("Block",))
+    world_sizes = (2,)
+
+
+class TestHybridFSDP(StrategyContract):
+    strategy = FSDP(shard_size=2, wrap_min_parameters=60)
+    world_sizes = (4,)
+
+
+class TestFSDPOnHostMemory(StrategyContract):
+    strategy = FSDP(cpu_offload=True)
+    world_sizes = (2,)

@@ -1,0 +1,297 @@
+"""A communicator over torch.distributed: nccl, gloo, mpi, or any backend registered with it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torsh_trainer.comm.base import Communicator, Reduction, Work, check_mean
+from torsh_trainer.errors import ConfigError, TrainingError
+from torsh_trainer.world import Rendezvous, World
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_AVERAGING = ("nccl", "gloo")
+"""Backends that know AVG; for any other the mean is a sum, divided here."""
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _collective(method: _Method) -> _Method:
+    """Gives an error from the network the rank and the operation that it belongs to."""
+
+    @functools.wraps(method)
+    def named(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self._failed(method.__name__, error) from error
+
+    return named  # type: ignore[return-value]
+
+
+class TorchCommunicator(Communicator):
+    """The members of a torch.distributed process group.
+
+    ``owned`` says that closing this communicator destroys the group; a group that the user made
+    is left alone. ``timeout_s`` only serves the words of errors: the group itself has the limit.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        device: torch.device,
+        process_group: Any,
+        *,
+        timeout_s: float,
+        owned: bool = True,
+        whole: TorchCommunicator | None = None,
+    ) -> None:
+        self.world = world
+        self.device = device
+        self.process_group = process_group
+        self.backend = str(dist.get_backend(process_group)).lower()
+        self._ranks = dist.get_process_group_ranks(process_group)
+        self._timeout_s = timeout_s
+        self._owned = owned
+        self._whole = whole
+        self._closed = False
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    @_collective
+    def all_reduce(
+        self, tensor: Tensor, *, op: Reduction = "sum", async_op: bool = False
+    ) -> Work | None:
+        check_mean(tensor, op)
+        buffer = tensor.contiguous()
+        work = dist.all_reduce(buffer, self._op(op), group=self.process_group, async_op=async_op)
+        return self._ended(work, lambda: self._finish(tensor, buffer, op))
+
+    @_collective
+    def reduce(self, tensor: Tensor, *, dst: int, op: Reduction = "sum") -> None:
+        check_mean(tensor, op)
+        receives = self.world.rank == dst
+        # gloo works in place on every member, so those who only give hand in a copy.
+        buffer = tensor.contiguous() if receives else tensor.clone().contiguous()
+        dist.reduce(buffer, self._global(dst), self._op(op), group=self.process_group)
+        if receives:
+            self._finish(tensor, buffer, op)
+
+    @_collective
+    def broadcast(self, tensor: Tensor, *, src: int = 0, async_op: bool = False) -> Work | None:
+        buffer = tensor.contiguous()
+        work = dist.broadcast(
+            buffer, self._global(src), group=self.process_group, async_op=async_op
+        )
+        return self._ended(work, lambda: _write_back(tensor, buffer))
+
+    @_collective
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        buffer = tensor.contiguous()
+        gathered = [torch.empty_like(buffer) for _ in self._ranks]
+        dist.all_gather(gathered, buffer, group=self.process_group)
+        return gathered
+
+    @_collective
+    def reduce_scatter(
+        self, output: Tensor, tensors: Sequence[Tensor], *, op: Reduction = "sum"
+    ) -> None:
+        check_mean(output, op)
+        buffer = output.contiguous()
+        parts = [tensor.contiguous() for tensor in tensors]
+        dist.reduce_scatter(buffer, parts, self._op(op), group=self.process_group)
+        self._finish(output, buffer, op)
+
+    @_collective
+    def gather(self, tensor: Tensor, *, dst: int = 0) -> list[Tensor] | None:
+        buffer = tensor.contiguous()
+        receives = self.world.rank == dst
+        gathered = [torch.empty_like(buffer) for _ in self._ranks] if receives else None
+        dist.gather(buffer, gathered, dst=self._global(dst), group=self.process_group)
+        return gathered
+
+    @_collective
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor] | None, *, src: int = 0) -> None:
+        buffer = output.contiguous()
+        parts = None if tensors is None else [tensor.contiguous() for tensor in tensors]
+        dist.scatter(buffer, parts, src=self._global(src), group=self.process_group)
+        _write_back(output, buffer)
+
+    @_collective
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        # One flat tensor with split sizes: gloo's list form wants equal sizes, and is missing
+        # from older releases of torch.
+        given = torch.cat([tensor.reshape(-1) for tensor in inputs])
+        taken = given.new_empty(sum(tensor.numel() for tensor in outputs))
+        dist.all_to_all_single(
+            taken,
+            given,
+            output_split_sizes=[tensor.numel() for tensor in outputs],
+            input_split_sizes=[tensor.numel() for tensor in inputs],
+            group=self.process_group,
+        )
+        parts = taken.split([tensor.numel() for tensor in outputs])
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part.view(output.shape))
+
+    @_collective
+    def send(self, tensor: Tensor, *, dst: int) -> None:
+        dist.send(tensor.contiguous(), self._other(dst), group=self.process_group)
+
+    @_collective
+    def recv(self, tensor: Tensor, *, src: int) -> None:
+        buffer = tensor.contiguous()
+        dist.recv(buffer, self._other(src), group=self.process_group)
+        _write_back(tensor, buffer)
+
+    # -- control --------------------------------------------------------------------------------
+
+    @_collective
+    def barrier(self) -> None:
+        if self.backend == "nccl":  # without the device NCCL guesses it from the global rank
+            dist.barrier(self.process_group, device_ids=[self.device.index])
+        else:
+            dist.barrier(self.process_group)
+
+    @_collective
+    def broadcast_object(self, value: Any, *, src: int = 0) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, self._global(src), group=self.process_group)
+        return box[0]
+
+    @_collective
+    def all_gather_object(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        if self._whole is not None:
+            raise ConfigError(
+                "a part of a job's processes cannot be split again",
+                fix="split the communicator of the whole job, with its ranks",
+            )
+        mine = tuple(sorted(self._global(rank) for rank in ranks))
+        # torch makes a group only when every process takes part, so all of them walk through
+        # the parts that any of them named, in one order.
+        group = None
+        for part in sorted(set(self.all_gather_object(mine))):
+            made = dist.new_group(list(part)) if part else None
+            group = made if part == mine else group
+        if dist.get_rank() not in mine:
+            return None
+        world = world_of(group, node=self.world.node_rank, source=self.world.source)
+        return TorchCommunicator(world, self.device, group, timeout_s=self._timeout_s, whole=self)
+
+    def close(self) -> None:
+        gone = self._closed or (self._whole is not None and self._whole._closed)
+        self._closed = True
+        if self._owned and not gone and dist.is_initialized():
+            dist.destroy_process_group(self.process_group)
+
+    # -- words and details ----------------------------------------------------------------------
+
+    def _global(self, rank: int) -> int:
+        """torch's number of a member; a part's members have other numbers among themselves."""
+        if not 0 <= rank < len(self._ranks):
+            raise ConfigError(
+                f"rank {rank} is not one of this communicator's {len(self._ranks)} processes",
+                fix=f"ranks go from 0 to {len(self._ranks) - 1}",
+            )
+        return self._ranks[rank]
+
+    def _other(self, rank: int) -> int:
+        if rank == self.world.rank:
+            raise ConfigError(
+                f"rank {rank} cannot exchange a tensor with itself", fix="name another rank"
+            )
+        return self._global(rank)
+
+    def _op(self, op: Reduction) -> Any:
+        return _OPS["sum" if op == "mean" and self.backend not in _AVERAGING else op]
+
+    def _finish(self, tensor: Tensor, buffer: Tensor, op: Reduction) -> None:
+        if op == "mean" and self.backend not in _AVERAGING:
+            buffer.div_(self.world.size)
+        _write_back(tensor, buffer)
+
+    def _ended(self, work: Any, finish: Callable[[], None]) -> Work | None:
+        if work is not None:
+            return _Pending(self, work, finish)
+        finish()
+        return None
+
+    def _failed(self, operation: str, error: RuntimeError) -> TrainingError:
+        first = str(error).strip().splitlines() or [type(error).__name__]
+        return TrainingError(
+            f"{operation} failed on rank {self.world.rank} of {self.world.size} "
+            f"({self.backend}): {first[0]}",
+            fix="another process stopped, did something else, or took longer than "
+            f"comm.timeout_s={self._timeout_s:g}; its own log says which",
+            rank=self.world.rank,
+            operation=operation,
+        )
+
+
+class _Pending:
+    """A collective under way, and what is left to do when its result is there."""
+
+    def __init__(self, comm: TorchCommunicator, work: Any, finish: Callable[[], None]) -> None:
+        self._comm = comm
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> bool:
+        """Blocks until the tensors hold the result."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._comm._failed("an asynchronous collective", error) from error
+        self._finish()
+        self._finish = _nothing
+        return True
+
+
+def world_of(
+    group: Any, *, node: int | str, source: str, rendezvous: Rendezvous | None = None
+) -> World:
+    """This process's place in ``group``; processes that give the same ``node`` share a host.
+
+    Collective over the group.
+    """
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    nodes: list[Any] = [None] * size
+    dist.all_gather_object(nodes, node, group=group)
+    order = list(dict.fromkeys(nodes))
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=nodes[:rank].count(node),
+        local_size=nodes.count(node),
+        node_rank=order.index(node),
+        nodes=len(order),
+        rendezvous=rendezvous,
+        source=source,
+    )
+
+
+def _write_back(tensor: Tensor, buffer: Tensor) -> None:
+    if buffer is not tensor:
+        tensor.copy_(buffer)
+
+
+def _nothing() -> None:
+    return None
