@@ -1,0 +1,1 @@
+"""Hydra and what surrounds it: where configuration lies, how a command line becomes a run."""

@@ -157,8 +157,8 @@ class Engine(abc.ABC):
     """The user's module (unwrapped); its parameters may be shards."""
 
     module: nn.Module
-    """What ``task.forward`` calls while training: ``model``, or the engine's wrapper around it. Under
-    manual optimization a forward goes through it too."""
+    """What ``task.forward`` calls while training: ``model``, or the engine's wrapper around it.
+    Under manual optimization a forward goes through it too."""
 
     optimizers: Mapping[str, Optimizer]
 

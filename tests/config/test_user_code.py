@@ -1,0 +1,72 @@
+"""docs/user_code.md, done as it says: its files written, its commands run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return (Path(__file__).parents[2] / "docs" / "user_code.md").read_text()
+
+
+@pytest.fixture
+def project(page, tmp_path) -> Path:
+    for name, text in FILE.findall(page):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of every command on the page."""
+    lines = "".join(COMMANDS.findall(page)).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line) for line in lines]
+    assert all(line[:3] == ["python", "-m", "torsh_trainer"] for line in words)
+    return [line[3:] for line in words]
+
+
+def results(project: Path) -> list[dict[str, Any]]:
+    """Of the runs so far, the oldest first."""
+    found = sorted(project.glob("runs/waves/*/result.json"), key=lambda path: path.parent.name)
+    return [json.loads(path.read_text()) for path in found]
+
+
+def test_every_command_of_the_page_works(page, project, run_door):
+    for args in commands(page):
+        answer = run_door(args, project)
+        assert answer.returncode == 0, (args, answer.stdout + answer.stderr)
+    first, sharded, deeper, stopped = results(project)
+    assert first["metrics"]["test_accuracy"] > 0.95
+    assert (sharded["strategy"], sharded["world_size"]) == ("fsdp", 2)
+    assert deeper["steps"] == first["steps"]
+    assert stopped["steps"] < first["steps"]
+    assert len(list(project.glob("runs/sweeps/*/*/result.json"))) == 2
+
+
+def test_its_code_is_found_from_another_directory(project, run_door):
+    (project / "elsewhere").mkdir()
+    args = ["--config-dir", "../conf", "+recipe=waves", "trainer.max_steps=1"]
+    answer = run_door([*args, "launcher.num_processes=2"], project / "elsewhere")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["task._target_=my_project.task.TelApart", "model.hiden=3", "model.hidden=big"],
+)
+def test_mistakes_are_told_as_the_page_says(page, project, door, change):
+    answer = door("--config-dir", "conf", "+recipe=waves", change)
+    assert answer.code == 2
+    said = answer.err.strip().removeprefix("error: ").partition(" (to hand it to")[0]
+    assert f"`{said}`" in page

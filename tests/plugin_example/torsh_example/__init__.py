@@ -1,0 +1,1 @@
+"""The smallest plugin: one strategy, its configuration, a recipe and a verb."""

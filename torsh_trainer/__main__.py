@@ -1,0 +1,115 @@
+"""The door: ``python -m torsh_trainer``. Routes verbs, words errors, sets exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from torsh_trainer import __version__, registry
+from torsh_trainer.config import command_line, help, tracebacks
+from torsh_trainer.config.roots import find_roots
+from torsh_trainer.errors import ConfigError, Interrupted, TorshError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does what ``argv`` (default: the process's arguments) says; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return worded(lambda: _route(arguments), debug=_debug(arguments))
+
+
+def _route(arguments: list[str]) -> int:
+    verb = registry.verbs().get(arguments[0]) if arguments else None
+    if verb is not None:
+        return int(registry.load(verb)(arguments[1:]))
+    return _train(command_line.parse(arguments))
+
+
+def rerun(argv: Sequence[str]) -> int:
+    """The verb ``rerun RUN [overrides]``."""
+    line = command_line.parse(argv)
+    # Imported late, as Hydra is below: --help needs neither.
+    from torsh_trainer.config import rerun as again
+
+    if line.help:
+        print(again.HELP)
+        return 0
+    with again.explained(line):
+        return _train(again.command_line(line))
+
+
+def worded(work: Callable[[], int], *, debug: bool) -> int:
+    """The exit code of ``work``, whose failure is told in one sentence and the next move.
+
+    With ``debug`` the traceback comes before it.
+    """
+    try:
+        return work()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return Interrupted("interrupted").cause_exit_code
+    except BrokenPipeError:  # the reader has seen enough (`--help | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except TorshError as error:
+        return _told(error, debug=debug)
+    except Exception as error:  # noqa: BLE001 - the last door: everything gets words here
+        # Imported late: Hydra's own exceptions are known only where Hydra is loaded.
+        from torsh_trainer.config.wording import as_failure
+
+        failure = as_failure(error)
+        failure.__cause__ = error
+        return _told(failure, debug=debug)
+
+
+def _train(line: command_line.CommandLine) -> int:
+    roots = find_roots(line.config_dir)
+    if line.help:
+        print(help.page(roots, registry.verbs()))
+        return 0
+    if line.version:
+        print(f"torsh-trainer {__version__}")
+        return 0
+    if line == command_line.CommandLine(config_dir=line.config_dir):
+        print(help.recipes_wanted(roots), file=sys.stderr)
+        return ConfigError.exit_code
+    _refuse_a_misspelt_verb(line)
+    # Imported late, so that every answer waits only for what it needs.
+    if not line.trains:
+        from torsh_trainer.config import app
+
+        return app.show(line, roots)
+    from torsh_trainer import assemble
+    from torsh_trainer.config import training
+
+    return training.train(line, roots, run=assemble.run, env=dict(os.environ))
+
+
+def _refuse_a_misspelt_verb(line: command_line.CommandLine) -> None:
+    first = next(iter(line.overrides), "=")
+    if "=" in first or first.startswith("~"):
+        return
+    verbs = sorted(registry.verbs())
+    raise ConfigError(
+        f"{first!r} is {'a verb' if first in verbs else 'neither a verb nor an override'}",
+        fix=f"write the verb first: python -m torsh_trainer {first} ..."
+        if first in verbs
+        else f"verbs are {', '.join(verbs)}; an override is NAME=VALUE",
+    )
+
+
+def _told(error: TorshError, *, debug: bool) -> int:
+    if debug:
+        tracebacks.show(error)
+    print(f"error: {error}", file=sys.stderr)
+    return int(getattr(error, "cause_exit_code", error.exit_code))
+
+
+def _debug(arguments: Sequence[str]) -> bool:
+    """Read before anything can fail; ``debug`` in a recipe is known to the run alone."""
+    return any(text.lower() in ("debug=true", "++debug=true") for text in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

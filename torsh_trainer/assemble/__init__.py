@@ -1,0 +1,248 @@
+"""The only room that knows both configuration and classes: a resolved configuration, run.
+
+The process that starts a job loads no torch: it builds the launcher alone. Each process of the
+job receives the same frozen configuration and assembles its own trainer from it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torsh_trainer import environments
+from torsh_trainer.assemble.plan import (
+    Buildable,
+    Plan,
+    Signature,
+    name_of,
+    plan,
+    plan_call,
+    target_of,
+)
+from torsh_trainer.assemble.values import fitted
+from torsh_trainer.data.loading import Loading
+from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.launchers.base import LaunchContext, Launcher
+from torsh_trainer.launchers.local import Local
+from torsh_trainer.world import World
+
+if TYPE_CHECKING:  # the launching process never loads torch
+    from torsh_trainer.optimizers import OptimizerSpec
+    from torsh_trainer.task import Task
+    from torsh_trainer.trainer import Trainer
+
+GROUPS = (
+    "trainer",
+    "task",
+    "model",
+    "data",
+    "optimizer",
+    "schedule",
+    "strategy",
+    "comm",
+    "precision",
+    "compression",
+    "launcher",
+    "checkpoint",
+    "callbacks",
+    "logger",
+)
+SETTINGS = ("debug", "log_level", "vars")
+OBJECTS = ("schedule", "strategy", "precision", "compression", "comm", "checkpoint", "launcher")
+"""Groups that are one object each, handed to the trainer under their own name."""
+
+NO_KNOBS = ("loading", "run_dir", "config", "command", "log_level")
+"""What a trainer is given beside the groups, and the ``trainer`` group cannot set."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a process of the job needs: plain values, which cross processes.
+
+    ``config`` is the resolved configuration, ``command`` what would start this run again,
+    ``import_paths`` where user code is found.
+    """
+
+    config: Mapping[str, Any]
+    run_dir: Path | None
+    command: tuple[str, ...]
+    import_paths: tuple[str, ...]
+
+
+def run(
+    config: dict[str, Any],
+    *,
+    run_dir: Path | None,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    import_paths: Sequence[str],
+) -> dict[str, Any]:
+    """Runs a resolved configuration in the processes that its launcher starts.
+
+    Returns the content of result.json. ``run_dir`` None leaves its name to rank 0.
+
+    Raises:
+        TorshError: see errors.py.
+    """
+    _check_names(config)
+    order = Order(config, run_dir, tuple(command), tuple(import_paths))
+    _import_from(order.import_paths)
+    context = LaunchContext(
+        env=env,
+        found=environments.detect(env),
+        log_dir=None if run_dir is None else run_dir / "logs",
+    )
+    result: dict[str, Any] = launcher_of(config).launch(work, order, context=context)
+    return result
+
+
+def work(world: World, order: Order) -> dict[str, Any]:
+    """One process of the job: assembles the trainer and runs it in its place."""
+    # torch loads here, in the processes that train.
+    from torsh_trainer.trainer import run_in
+
+    _import_from(order.import_paths)
+    return dict(run_in(world, trainer_of(order)).content)
+
+
+def launcher_of(config: Mapping[str, Any]) -> Launcher:
+    """The launcher that ``config`` names; the default one when the group was left out."""
+    node = config.get("launcher")
+    return Local() if node is None else plan(node, key="launcher").build()
+
+
+def trainer_of(order: Order) -> Trainer:
+    """The trainer that a resolved configuration describes; everything is checked before it is made.
+
+    Raises:
+        ConfigError: names the dotted key, and the nearest names where one is mistyped.
+        ResourceError: something needs a library that is not installed.
+    """
+    from torsh_trainer.trainer import Trainer  # see work
+
+    config = order.config
+    _check_names(config)
+    knobs = dict(config.get("trainer") or {})
+    for name in knobs:
+        if name in GROUPS:
+            fix = f"{name} is a group of its own: {name}=NAME"
+            raise ConfigError(f"unknown knob trainer.{name}", fix=fix)
+    source, loading = _planned_data(config)
+    task = _PlannedTask.of(config, source)
+    given = {
+        **{name: plan(config[name], key=name) for name in OBJECTS if config.get(name)},
+        "loading": loading,
+        "callbacks": [*_enabled(config, "callbacks"), *_enabled(config, "logger")],
+        "run_dir": order.run_dir,
+        "config": config,
+        "command": order.command,
+        "log_level": config["log_level"],
+    }
+    given = {**dict.fromkeys(NO_KNOBS), **given, "task": task}
+    trainer: Trainer = plan_call(Trainer, knobs, key="trainer", given=given).build()
+    return trainer
+
+
+@dataclass(frozen=True)
+class _PlannedTask(Buildable):
+    """A task with what it is given: a factory of models, the data source, the optimizer.
+
+    A task that does not take ``data`` or ``optimizer`` in its constructor has them as attributes.
+    """
+
+    task: Plan
+    source: Plan | None
+    optimizer: OptimizerSpec | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], source: Plan | None) -> _PlannedTask:
+        # torch loads here: see work.
+        from torsh_trainer.optimizers import OptimizerSpec
+
+        model = plan(config["model"], key="model") if config.get("model") else None
+        node = config.get("optimizer")
+        optimizer = None if node is None else OptimizerSpec.from_config(node)
+        given = {"model": model and model.build, "data": source, "optimizer": optimizer}
+        given = {name: value for name, value in given.items() if value is not None}
+        _check_parts(config, given)
+        return cls(plan(config["task"], key="task", given=given), source, optimizer)
+
+    def build(self) -> Task:
+        from torsh_trainer.task import Task  # torch loads here: see work
+
+        task = self.task.build()
+        if not isinstance(task, Task):
+            raise ConfigError(
+                f"task._target_ makes a {type(task).__name__}, which is no Task",
+                fix="inherit from torsh_trainer.Task",
+            )
+        if self.source is not None and "data" not in self.task.arguments:
+            task.data = self.source.build()
+        if self.optimizer is not None and "optimizer" not in self.task.arguments:
+            task.optimizer = self.optimizer
+        return task
+
+
+def _check_parts(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuses a model that the task has no use for, and a task without the parts that it needs."""
+    if not config.get("task"):
+        raise ConfigError("nothing says what to train", fix="add +recipe=NAME, or task=NAME")
+    target = target_of(config["task"], key="task")
+    signature = Signature.of(target)
+    if "model" in given and not signature.takes("model"):
+        raise ConfigError(
+            f"model is chosen, and {name_of(target)} builds its own",
+            fix="write ~model, or let the task take a model in its constructor",
+        )
+    for part in ("model", "data"):
+        if part in signature.required and part not in given:
+            raise ConfigError(
+                f"{name_of(target)} needs {part}, and none is chosen", fix=f"add {part}=NAME"
+            )
+
+
+def _planned_data(config: Mapping[str, Any]) -> tuple[Plan | None, Plan]:
+    """The source of the ``data`` group, and the knobs of loading that stand beside its own."""
+    node = config.get("data") or {}
+    shared = {field.name for field in fields(Loading)}
+    loading = {name: value for name, value in node.items() if name in shared}
+    own = {name: value for name, value in node.items() if name not in shared}
+    source = plan(own, key="data", also=shared) if own else None
+    return source, plan_call(Loading, loading, key="data")
+
+
+def _enabled(config: Mapping[str, Any], group: str) -> list[Plan]:
+    """The callbacks or loggers that are switched on, in the order of the configuration."""
+    plans = []
+    for name, node in (config.get(group) or {}).items():
+        key = f"{group}.{name}"
+        if node is None:
+            continue
+        switch = node.get("enabled", True) if isinstance(node, Mapping) else node
+        fitted(switch, bool | Literal["auto"], key=f"{key}.enabled", default=True)
+        if switch is False:
+            continue
+        library = getattr(target_of(node, key=key), "requires", None)
+        if switch == "auto" and library is not None and find_spec(library) is None:
+            continue
+        plans.append(plan({k: v for k, v in node.items() if k != "enabled"}, key=key))
+    return plans
+
+
+def _check_names(config: Mapping[str, Any]) -> None:
+    for name in config:
+        if name not in (*GROUPS, *SETTINGS):
+            raise ConfigError(
+                f"there is no group or setting {name!r}",
+                fix=f"{nearest(name, (*GROUPS, *SETTINGS))} (values of your own go under vars)",
+                name=name,
+            )
+
+
+def _import_from(paths: Sequence[str]) -> None:
+    """User code is found in ``paths``, after everything that is installed."""
+    sys.path += [path for path in paths if path not in sys.path]

@@ -1,0 +1,241 @@
+"""From a node of the configuration (``_target_`` and its arguments) to the object that it names.
+
+In two moves: ``plan`` imports the target and holds every argument against its signature, and
+``Plan.build`` calls it. So a typo is found before anything heavy has happened, and a model can be
+described here and made later, in another process.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import inspect
+import re
+import typing
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torsh_trainer.assemble.values import fitted
+from torsh_trainer.errors import ConfigError, TorshError, nearest
+from torsh_trainer.lookup import imported
+
+TARGET, PARTIAL = "_target_", "_partial_"
+
+
+class Buildable(abc.ABC):
+    """A stand-in, among the arguments of a plan, for an object that is made when the plan is."""
+
+    @abc.abstractmethod
+    def build(self) -> Any:
+        """The object."""
+
+
+@dataclass(frozen=True)
+class Plan(Buildable):
+    """An object that can be made: what to call, with which arguments, for which node."""
+
+    key: str
+    factory: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    partial: bool = False
+
+    def build(self) -> Any:
+        """The object, new with every call.
+
+        Raises:
+            ConfigError: the constructor refuses its arguments.
+        """
+        arguments = {name: _built(value) for name, value in self.arguments.items()}
+        if self.partial:
+            return functools.partial(self.factory, **arguments)
+        try:
+            return self.factory(**arguments)
+        except TorshError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.key}: {name_of(self.factory)} refuses what it was given: {error}",
+                fix=f"look at {self.key}.*; debug=true shows the traceback",
+            ) from error
+
+
+def plan(
+    node: Mapping[str, Any],
+    *,
+    key: str,
+    given: Mapping[str, Any] | None = None,
+    also: Collection[str] = (),
+) -> Plan:
+    """The plan of ``node``, the part of the configuration at ``key``.
+
+    ``given`` are arguments that the configuration may not name; those that the target does not
+    take are left out. ``also`` are further names to offer when one is mistyped.
+
+    Raises:
+        ConfigError: there is no such target, an argument is unknown, missing or of another type.
+        ResourceError: the target needs a library that is not installed.
+    """
+    factory = target_of(node, key=key)
+    arguments = {name: value for name, value in node.items() if name not in (TARGET, PARTIAL)}
+    return plan_call(
+        factory, arguments, key=key, given=given, also=also, partial=node.get(PARTIAL, False)
+    )
+
+
+def plan_call(
+    factory: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    key: str,
+    given: Mapping[str, Any] | None = None,
+    also: Collection[str] = (),
+    partial: bool = False,
+) -> Plan:
+    """The plan to call ``factory`` with ``arguments``, checked; see ``plan``."""
+    signature = Signature.of(factory)
+    given = given or {}
+    for name in arguments:
+        if name.startswith("_"):
+            raise ConfigError(
+                f"{key}.{name} is not known here",
+                fix=f"a node has {TARGET}, {PARTIAL} and its knobs",
+            )
+        if name in given or not signature.takes(name):
+            known = {*signature.names, *also} - {*given}
+            offer = nearest(name, known) or f"{name_of(factory)} has no knobs"
+            if offer.startswith("did you mean"):
+                offer = re.sub(r"'(\w+)'", rf"{key}.\1", offer)
+            raise ConfigError(f"unknown knob {key}.{name}", fix=offer, name=f"{key}.{name}")
+    checked = {
+        name: signature.fit(name, _planned(value, f"{key}.{name}"), key=f"{key}.{name}")
+        for name, value in arguments.items()
+    }
+    taken = {name: value for name, value in given.items() if signature.takes(name)}
+    missing = signature.required - {*checked, *taken}
+    if missing and not partial:
+        first = min(missing, key=signature.names.index)
+        raise ConfigError(f"{key}.{first} has no value", fix=f"give {key}.{first}=VALUE")
+    return Plan(key, factory, {**checked, **taken}, partial)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a callable takes: its parameters by name, their annotations, whether any name goes."""
+
+    parameters: Mapping[str, inspect.Parameter]
+    hints: Mapping[str, Any]
+    open: bool
+
+    KINDS: ClassVar = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+    @classmethod
+    def of(cls, factory: Callable[..., Any]) -> Signature:
+        try:
+            parameters = inspect.signature(factory).parameters
+        except (TypeError, ValueError):  # written in C, without a signature
+            return cls({}, {}, open=True)
+        named = {name: p for name, p in parameters.items() if p.kind in cls.KINDS}
+        kinds = {p.kind for p in parameters.values()}
+        return cls(named, _hints(factory), open=inspect.Parameter.VAR_KEYWORD in kinds)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.parameters)
+
+    @property
+    def required(self) -> set[str]:
+        """Parameters without a default."""
+        return {n for n, p in self.parameters.items() if p.default is inspect.Parameter.empty}
+
+    def takes(self, name: str) -> bool:
+        return self.open or name in self.parameters
+
+    def fit(self, name: str, value: Any, *, key: str) -> Any:
+        """``value`` as the annotation of ``name`` asks for it."""
+        parameter = self.parameters.get(name)
+        default = inspect.Parameter.empty if parameter is None else parameter.default
+        return fitted(value, self.hints.get(name, Any), key=key, default=default, nested=_nested)
+
+
+def target_of(node: Mapping[str, Any], *, key: str) -> Any:
+    """The class or function that ``node`` names, without a look at its arguments.
+
+    Raises:
+        ConfigError: there is no such target.
+        ResourceError: it needs a library that is not installed.
+    """
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{key}: expected a mapping, got {node!r}", fix=f"choose {key}=NAME")
+    if TARGET not in node:
+        raise ConfigError(
+            f"{key} has no {TARGET}, so there is nothing to make of it",
+            fix=f"choose an option of its group ({key}=NAME), or add {key}.{TARGET}=package.Name",
+        )
+    target = node[TARGET]
+    if not isinstance(target, str) or "." not in target.replace(":", "."):
+        raise ConfigError(
+            f"{key}.{TARGET}={target!r} is no import path", fix="write package.module.Name"
+        )
+    return _imported(target, key)
+
+
+def _imported(target: str, key: str) -> Any:
+    option = f"{key}.{TARGET}"
+    try:
+        found = imported(target, option=option)
+    except TorshError:
+        raise
+    except Exception as error:  # whatever the module does while it is imported
+        line = next(iter(str(error).splitlines()), "")
+        raise ConfigError(
+            f"{option}={target}: importing it fails with {type(error).__name__}: {line}",
+            fix="correct the module; debug=true shows the traceback",
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            f"{option}={target} is a {type(found).__name__}, which cannot be called",
+            fix="name a class or a function",
+        )
+    return found
+
+
+def _planned(value: Any, key: str) -> Any:
+    """``value`` with every node in it, however deep, replaced by its plan."""
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            return plan(value, key=key)
+        return {name: _planned(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list):
+        return [_planned(item, f"{key}[{i}]") for i, item in enumerate(value)]
+    return value
+
+
+def _nested(kind: type, value: Mapping[str, Any], key: str) -> Plan:
+    return plan_call(kind, value, key=key)
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, Buildable):
+        return value.build()
+    if type(value) is dict:
+        return {name: _built(item) for name, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_built(item) for item in value)
+    return value
+
+
+def _hints(factory: Callable[..., Any]) -> dict[str, Any]:
+    source = factory
+    if inspect.isclass(factory) and not dataclasses.is_dataclass(factory):
+        source = factory.__init__
+    try:
+        return typing.get_type_hints(source)
+    except (NameError, TypeError, AttributeError):  # names for type checkers alone: no check
+        return {}
+
+
+def name_of(factory: Callable[..., Any]) -> str:
+    """The import path of a class or function."""
+    return f"{factory.__module__}.{getattr(factory, '__qualname__', factory)}"

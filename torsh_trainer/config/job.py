@@ -1,0 +1,199 @@
+"""One run of a Hydra application: what Hydra calls with a composed configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from torsh_trainer import environments
+from torsh_trainer.config import sweep, tracebacks
+from torsh_trainer.config.overrides import bare_key
+from torsh_trainer.config.roots import GROUPS, SETTINGS
+from torsh_trainer.config.wording import as_failure, plain
+from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
+from torsh_trainer.rundir import RunDir
+
+HYDRA_FOLDER = ".hydra"
+
+
+class Run(Protocol):
+    """Runs a resolved configuration; returns the content of result.json (assemble.run)."""
+
+    def __call__(
+        self,
+        config: dict[str, Any],
+        *,
+        run_dir: Path | None,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        import_paths: Sequence[str],
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """Runs one composed configuration, in the directory that Hydra chose for it.
+
+    Hydra's launchers send it to other processes, so it holds plain values and ``run`` by name.
+    ``given`` are the overrides of the whole command line, ``fixed`` the keys that they do not
+    sweep over, ``recipes`` the names to offer.
+    """
+
+    run: Run
+    given: tuple[str, ...]
+    fixed: frozenset[str]
+    recipes: tuple[str, ...]
+    config_dir: str | None = None
+
+    def __call__(self, config: DictConfig) -> float | Exception | None:
+        """The objective of a sweep's job, NaN when it failed; a single run's failure, or None.
+
+        A failure is returned: Hydra would print one that is raised, in words of its own.
+        """
+        hydra = HydraConfig.get()
+        run_dir = Path(hydra.runtime.output_dir)
+        if hydra.mode is RunMode.MULTIRUN:
+            return self._job_of_a_sweep(config, run_dir)
+        try:
+            self._lead(config, run_dir)
+        except Exception as error:  # noqa: BLE001 - the door tells it
+            return _failure(error, config)
+        return None
+
+    def follow(self, config: DictConfig) -> dict[str, Any]:
+        """Runs as a process that writes nothing: another one leads the job."""
+        return self._run(plain(config), None, self.given)
+
+    def _lead(self, config: DictConfig, run_dir: Path) -> dict[str, Any]:
+        """Runs as the process that speaks for the job."""
+        settings = plain(config)
+        try:
+            self._check_task(settings)
+            RunDir.check(run_dir)
+        except TorshError:
+            _remove_empty(run_dir)
+            raise
+        began = time.time()
+        try:
+            _keep_composition(config, run_dir / HYDRA_FOLDER)
+            return self._run(settings, run_dir, list(HydraConfig.get().overrides.task))
+        except Exception as error:
+            _leave_result(as_failure(error), run_dir, since=began)
+            raise
+
+    def _run(
+        self, settings: dict[str, Any], run_dir: Path | None, overrides: Sequence[str]
+    ) -> dict[str, Any]:
+        flags = () if self.config_dir is None else ("--config-dir", self.config_dir)
+        return self.run(
+            settings,
+            run_dir=run_dir,
+            command=("python", "-m", "torsh_trainer", *flags, *overrides),
+            env=dict(os.environ),
+            import_paths=self._import_paths(),
+        )
+
+    def _import_paths(self) -> tuple[str, ...]:
+        """Where user code is found: the current directory, and beside the user's conf folder."""
+        folders = [str(Path.cwd())]
+        if self.config_dir is not None:
+            folders.append(str(Path(self.config_dir).parent))
+        return tuple(folders)
+
+    def _check_task(self, settings: Mapping[str, Any]) -> None:
+        # A misspelt group says more; assemble names it.
+        if settings.get("task") is None and {*settings} <= {*GROUPS, *SETTINGS}:
+            raise ConfigError(
+                "nothing says what to train",
+                fix=f"add +recipe=NAME, one of {', '.join(self.recipes)}; or +recipe=FILE.yaml",
+            )
+
+    # -- sweeps ---------------------------------------------------------------------------------
+
+    def _job_of_a_sweep(self, config: DictConfig, run_dir: Path) -> float | None:
+        hydra = HydraConfig.get()
+        own = [text for text in hydra.overrides.task if bare_key(text) not in self.fixed]
+        print(f"job {hydra.job.num}: {' '.join(own)}", file=sys.stderr)
+        found = environments.detect(os.environ)
+        if found is not None and found.rank > 0:
+            return objective(plain(config), self.follow(config))
+        began = time.perf_counter()
+        record = sweep.Record(number=hydra.job.num, overrides=own, run_dir=str(run_dir))
+        try:
+            settings = plain(config)
+            value = objective(settings, self._lead(config, run_dir))
+        except Interrupted as error:
+            print(f"job {hydra.job.num}: {error}", file=sys.stderr)
+            raise SystemExit(error.cause_exit_code) from error
+        except Exception as error:
+            failure = _failure(error, config)
+            record.failed(failure, wall_s=time.perf_counter() - began).write()
+            if sweep.is_told_of_failures(hydra.sweeper):
+                raise failure from error
+            print(f"job {hydra.job.num} failed: {failure}", file=sys.stderr)
+            return float("nan")
+        record.done(value, settings["trainer"], wall_s=time.perf_counter() - began).write()
+        return value
+
+
+def objective(settings: Mapping[str, Any], content: Mapping[str, Any]) -> float | None:
+    """The number that a sweep looks at: ``trainer.objective`` of a run's result.json.
+
+    Raises:
+        ConfigError: the run has no metric of that name.
+    """
+    name = settings["trainer"]["objective"]
+    value = content["train_loss"] if name is None else content["metrics"].get(name)
+    if value is None and name is not None:
+        raise ConfigError(
+            f"trainer.objective={name}: the run has no such metric",
+            fix=nearest(name, content["metrics"]) or "it evaluated nothing: see trainer.eval_every",
+        )
+    return None if value is None else float(value)
+
+
+def _failure(error: Exception, config: DictConfig) -> TorshError:
+    """``error`` in words; its traceback is shown where the run's configuration asks for it."""
+    failure = as_failure(error)
+    if failure is not error:
+        failure.__cause__ = error
+    if config.get("debug") is True:
+        tracebacks.show(failure)
+    return failure
+
+
+def _remove_empty(run_dir: Path) -> None:
+    """Takes back the folders that Hydra made for a run that never began."""
+    with contextlib.suppress(OSError):  # not empty, or not ours to remove
+        for folder in (run_dir, *run_dir.parents):
+            if folder == Path.cwd():
+                return
+            folder.rmdir()
+
+
+def _keep_composition(config: DictConfig, folder: Path) -> None:
+    """What Hydra itself would keep, and ``rerun`` reads; written once the directory is ours."""
+    hydra = HydraConfig.instance().cfg
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, folder / "config.yaml")
+    OmegaConf.save(hydra, folder / "hydra.yaml")
+    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
+
+
+def _leave_result(error: TorshError, run_dir: Path, *, since: float) -> None:
+    """result.json with the error, of a run that failed before it could write one."""
+    result = run_dir / "result.json"
+    if result.exists() and result.stat().st_mtime >= since:
+        return
+    with contextlib.suppress(TorshError):  # the first error is the one to tell
+        RunDir.create(run_dir).write_error(error)

@@ -1,0 +1,108 @@
+"""``rerun RUN [overrides]``: a run again, from what its directory says it was made of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torsh_trainer.config.command_line import CommandLine
+from torsh_trainer.config.overrides import bare_key
+from torsh_trainer.config.roots import RECIPE, YAML
+from torsh_trainer.errors import ConfigError
+
+USAGE = "write rerun RUN_DIRECTORY [OVERRIDE ...]"
+HELP = """\
+python -m torsh_trainer rerun RUN_DIRECTORY [OVERRIDE ...]
+
+Repeats a run with the recipe and the overrides that it was started with, in a new directory.
+Overrides given here win over the earlier ones; ~KEY forgets an earlier override of KEY."""
+
+
+def command_line(line: CommandLine) -> CommandLine:
+    """The command line that repeats a run; the first of ``line.overrides`` is its directory.
+
+    Recipe and overrides are those of that run, and later ones win; ``~KEY`` forgets an earlier
+    override of KEY. The new run gets a directory of its own.
+
+    Raises:
+        ConfigError: the directory is no run's, or a file that the run was made from is gone.
+    """
+    if not line.overrides:
+        raise ConfigError("rerun repeats a run, and none is named", fix=USAGE)
+    run, *later = line.overrides
+    earlier = _saved(Path(run), "overrides.yaml")
+    hydra = _saved(Path(run), "hydra.yaml")["hydra"]
+    overrides = merged(earlier, later)
+    for text in overrides:
+        _check_file(text, Path(run))
+    config_dir = line.config_dir or _config_dir(hydra["runtime"]["config_sources"])
+    return CommandLine(**{**vars(line), "overrides": tuple(overrides), "config_dir": config_dir})
+
+
+@contextlib.contextmanager
+def explained(line: CommandLine) -> Iterator[None]:
+    """Around the repeated run: an unknown knob that the earlier run set is said to be one."""
+    try:
+        yield
+    except ConfigError as error:
+        name = error.facts.get("name")
+        if name is None or name not in map(
+            bare_key, _saved(Path(line.overrides[0]), "overrides.yaml")
+        ):
+            raise
+        raise ConfigError(
+            f"{error.sentence}, which the earlier run set",
+            fix=f"add ~{name} to forget it",
+            name=name,
+        ) from error
+
+
+def merged(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
+    """Both lists of overrides, without the earlier ones that a later one replaces."""
+    replaced = {bare_key(text) for text in later}
+    kept = [text for text in earlier if bare_key(text) not in replaced]
+    forgotten = {bare_key(text) for text in earlier}
+    return kept + [
+        text for text in later if not (text.startswith("~") and bare_key(text) in forgotten)
+    ]
+
+
+def _saved(run: Path, name: str) -> Any:
+    path = run / ".hydra" / name
+    if not run.is_dir():
+        raise ConfigError(f"{run} is no directory", fix=USAGE)
+    if not path.is_file():
+        raise ConfigError(
+            f"{run} is no run of this command line: it has no .hydra/{name}",
+            fix="give the directory that a run printed, such as runs/digits/2031-01-31_18-30-05",
+        )
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def _check_file(text: str, run: Path) -> None:
+    """A file that the run was made from should still be there."""
+    key, _, value = text.partition("=")
+    path = Path(value.strip("'\""))
+    if path.suffix in YAML and path.is_absolute() and not path.is_file() and "." not in key:
+        raise ConfigError(
+            f"{run} was made from {path}, which is gone",
+            fix=f"give {'+' + RECIPE if bare_key(text) == RECIPE else key}=ANOTHER_FILE.yaml; "
+            f"{run}/config.yaml holds what it came to",
+        )
+
+
+def _config_dir(sources: Sequence[dict[str, str]]) -> str | None:
+    """The --config-dir of a run, from the places that Hydra read."""
+    for source in sources:
+        if source["provider"] == "command-line" and source["schema"] == "torsh-conf":
+            if not Path(source["path"]).is_dir():
+                raise ConfigError(
+                    f"the run was made with --config-dir {source['path']}, which is gone",
+                    fix="give --config-dir with the folder's new place",
+                )
+            return source["path"]
+    return None

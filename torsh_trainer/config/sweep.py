@@ -1,0 +1,264 @@
+"""Sweeps: what each job leaves behind, and the table at the end.
+
+A job may run in any process, on any machine that shares the sweep's folder; it tells its outcome
+through a file there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from torsh_trainer.errors import ConfigError, TorshError
+
+RECORD = Path(".hydra", "job.json")
+TABLE = "sweep.csv"
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The outcome of one job: ``objective`` is None when it failed or has none."""
+
+    number: int
+    overrides: list[str]
+    run_dir: str
+    objective: float | None = None
+    objective_name: str | None = None
+    mode: Mode = "min"
+    error: str | None = None
+    exit_code: int = 0
+    wall_s: float = 0.0
+
+    def done(self, objective: float | None, trainer: Mapping[str, Any], *, wall_s: float) -> Record:
+        """This job as it ended well; ``trainer`` are the knobs that name the objective."""
+        return replace(
+            self,
+            objective=objective,
+            objective_name=trainer["objective"],
+            mode=trainer["objective_mode"],
+            wall_s=wall_s,
+        )
+
+    def failed(self, error: TorshError, *, wall_s: float) -> Record:
+        """This job as it failed."""
+        code = getattr(error, "cause_exit_code", error.exit_code)
+        return replace(self, error=str(error), exit_code=code, wall_s=wall_s)
+
+    def write(self) -> None:
+        """Tells the process that started the sweep."""
+        path = Path(self.run_dir) / RECORD
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+class SweepCallback(Callback):
+    """Remembers where the sweep of this process lies, which Hydra tells its callbacks alone."""
+
+    folders: ClassVar[list[Path]] = []
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """See ``hydra.experimental.Callback``."""
+        SweepCallback.folders.append(Path(config.hydra.sweep.dir))
+
+
+@dataclass
+class Outcome:
+    """How a sweep ended: 0, or the exit code of its first failed job."""
+
+    exit_code: int = 0
+
+
+@contextlib.contextmanager
+def reported(mode: Mode | None = None) -> Iterator[Outcome]:
+    """Around a sweep: writes its table, however it ends. ``mode`` None: what the jobs say."""
+    outcome, began = Outcome(), time.time()
+    failure = None
+    try:
+        yield outcome
+    except Exception as error:  # noqa: BLE001 - told below, unless the table tells it already
+        failure = error
+    finally:
+        records = [
+            record for folder in SweepCallback.folders for record in read(folder, since=began)
+        ]
+        if records:
+            folder = SweepCallback.folders[-1]
+            write_csv(ranked(records, mode), folder / TABLE)
+            print_table(ranked(records, mode), folder)
+        SweepCallback.folders.clear()
+        outcome.exit_code = next((record.exit_code for record in records if record.error), 0)
+    # A sweeper that is left without any result gives up in words of its own.
+    if failure is not None and not (records and all(record.error for record in records)):
+        raise failure
+
+
+def read(folder: Path, *, since: float = 0.0) -> list[Record]:
+    """The outcomes of the jobs in ``folder`` that ended after the time ``since``."""
+    files = [path for path in folder.rglob(str(RECORD)) if path.stat().st_mtime >= since]
+    return by_number([Record(**json.loads(path.read_text(encoding="utf-8"))) for path in files])
+
+
+def by_number(records: Sequence[Record]) -> list[Record]:
+    """In the order in which the jobs were started."""
+    return sorted(records, key=lambda record: record.number)
+
+
+def ranked(records: Sequence[Record], mode: Mode | None = None) -> list[Record]:
+    """Best objective first; then jobs without one; then those that failed."""
+
+    def key(record: Record) -> tuple[int, float, int]:
+        if record.objective is None or math.isnan(record.objective):
+            return (2 if record.error else 1, 0.0, record.number)
+        largest_first = (mode or record.mode) == "max"
+        return (0, -record.objective if largest_first else record.objective, record.number)
+
+    return sorted(records, key=key)
+
+
+def write_csv(records: Sequence[Record], path: Path) -> None:
+    """One row a job, in the order given: objective, status, what it overrode, where it lies."""
+    keys = overridden(records)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(
+            ["job", _objective_name(records), "status", *keys, "wall_s", "run_dir", "error"]
+        )
+        for record in records:
+            values = assignments(record)
+            rows.writerow(
+                [
+                    record.number,
+                    "" if record.objective is None else record.objective,
+                    "failed" if record.error else "done",
+                    *(values.get(key, "") for key in keys),
+                    f"{record.wall_s:.3f}",
+                    record.run_dir,
+                    record.error or "",
+                ]
+            )
+
+
+def print_table(records: Sequence[Record], folder: Path) -> None:
+    """The same for the eye, then the failures in full."""
+    # Imported late: a single run, which also loads this module, need not wait for it.
+    from rich.console import Console
+    from rich.table import Table
+
+    keys = overridden(records)
+    table = Table(title=f"{len(records)} jobs", title_justify="left")
+    for name in ("job", _objective_name(records), *_short(keys)):
+        table.add_column(name, justify="right" if name == "job" else "left", overflow="fold")
+    table.add_column("time", justify="right")
+    for record in records:
+        values = assignments(record)
+        shown = "failed" if record.error else _number(record.objective)
+        cells = [_shortened(values.get(key, "")) for key in keys]
+        table.add_row(
+            str(record.number),
+            shown,
+            *cells,
+            f"{record.wall_s:.1f} s",
+            style="red" if record.error else None,
+        )
+    console = Console()
+    if not console.is_terminal:  # a file is as wide as it needs to be
+        console.width = max(console.width, 120)
+    console.print(table)
+    for record in by_number(records):
+        if record.error:
+            words = " ".join(record.overrides)
+            console.print(
+                f"job {record.number} ({words}) failed: {record.error}",
+                soft_wrap=True,
+                markup=False,
+            )
+    console.print(f"{shortest(folder)}/{TABLE}", soft_wrap=True, highlight=False)
+
+
+def overridden(records: Sequence[Record]) -> list[str]:
+    """Every key that some job overrides, in order of appearance."""
+    return list(dict.fromkeys(key for record in records for key in assignments(record)))
+
+
+def assignments(record: Record) -> dict[str, str]:
+    """Key -> value of a job's overrides; a file is shown by its name."""
+    pairs = (text.lstrip("+").partition("=") for text in record.overrides)
+    return {key: value for key, _, value in pairs}
+
+
+def completed(sweeper: DictConfig, overrides: Sequence[str], mode: Mode) -> list[str]:
+    """Overrides that make ``sweeper`` agree with our objective, where the user left them out.
+
+    Optuna is told the direction, and goes on after a failed job.
+
+    Raises:
+        ConfigError: it optimises several objectives; a run has one.
+    """
+    if "direction" not in sweeper:
+        return []
+    given = {text.partition("=")[0].lstrip("+") for text in overrides}
+    extra = []
+    if "hydra.sweeper.max_failure_rate" not in given and "max_failure_rate" in sweeper:
+        extra.append("hydra.sweeper.max_failure_rate=1.0")
+    if "hydra.sweeper.direction" not in given:
+        extra.append(f"hydra.sweeper.direction={mode}imize")
+    elif not isinstance(sweeper.direction, str) and not hasattr(sweeper.direction, "name"):
+        raise ConfigError(
+            "hydra.sweeper.direction lists several objectives, and a run has one",
+            fix="set trainer.objective=METRIC and hydra.sweeper.direction=maximize or minimize",
+        )
+    return extra
+
+
+def direction(sweeper: DictConfig) -> Mode | None:
+    """min or max as the sweeper understands it; None when it has no such notion."""
+    chosen = sweeper.get("direction")
+    name = str(getattr(chosen, "name", chosen))
+    return None if chosen is None else "max" if name.startswith("max") else "min"
+
+
+def is_told_of_failures(sweeper: DictConfig) -> bool:
+    """Whether this sweeper has a place for jobs that failed; others get NaN."""
+    return "max_failure_rate" in sweeper
+
+
+def shortest(path: Path) -> str:
+    """``path`` relative to the current directory when it is below it."""
+    absolute = path.absolute()
+    return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def _objective_name(records: Sequence[Record]) -> str:
+    names = {record.objective_name or "train_loss" for record in records if not record.error}
+    return names.pop() if len(names) == 1 else "objective"
+
+
+def _short(keys: Sequence[str]) -> list[str]:
+    """``lr`` for ``optimizer.lr``, where no other key ends so."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
+
+
+def _shortened(value: str) -> str:
+    """A sampled number in six digits; sweep.csv has them all."""
+    try:
+        return f"{float(value):.6g}" if len(value) > 8 else value
+    except ValueError:
+        return value
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
