@@ -52,8 +52,13 @@ def run_rank(trainer: Trainer, world: World) -> tuple[dict[str, Any], nn.Module]
     """
     began = time.perf_counter()
     device = hardware.choose_device(trainer.device, world)
-    if trainer.deterministic:
-        _deterministic()
+    with _deterministic() if trainer.deterministic else contextlib.nullcontext():
+        return _run_rank(trainer, world, device, began)
+
+
+def _run_rank(
+    trainer: Trainer, world: World, device: torch.device, began: float
+) -> tuple[dict[str, Any], nn.Module]:
     strategy = trainer.strategy
     if isinstance(strategy, str):
         strategy = registry.strategy_class(strategy)()
@@ -444,11 +449,19 @@ def _rehearsal(trainer: Trainer) -> Trainer:
     )
 
 
-def _deterministic() -> None:
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic algorithms in torch within the block: a sweep's next job may not want them."""
     # cuBLAS reads this when its handle is made, so it has to be in the environment itself.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def _to_host(output: Any) -> Any:

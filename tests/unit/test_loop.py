@@ -530,3 +530,15 @@ def test_an_error_of_the_data_arrives_as_the_sentence_that_it_is(
     loading = Loading(batch_size=8, num_workers=workers)
     with pytest.raises(ConfigError, match=r"^sample \d+ is torn; mend it$"):
         trainer(tmp_path, task=Line(Source(Torn())), loading=loading).fit()
+
+
+def test_deterministic_algorithms_are_on_within_the_run_and_off_after_it(tmp_path: Path) -> None:
+    seen = []
+
+    class Looking(Callback):
+        def on_start(self, info: RunInfo) -> None:
+            seen.append(torch.are_deterministic_algorithms_enabled())
+
+    trainer(tmp_path, deterministic=True, callbacks=[Looking()], max_steps=1).fit()
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()
