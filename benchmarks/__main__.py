@@ -26,14 +26,13 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda; (b) is CPU only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    blocks = 10 if options.quick else 200
     found: dict[str, Any] = {}
     if "a" in options.only:
         print("(a) cost of a step over the bare loop")
-        found["a"] = step_cost.measure(blocks=blocks, device=options.device)
+        found["a"] = step_cost.measure(blocks=10 if options.quick else 60, device=options.device)
     if "b" in options.only:
         print("(b) DDP step on two processes")
-        found["b"] = ddp_step.measure(blocks=blocks)
+        found["b"] = ddp_step.measure(blocks=10 if options.quick else 200)
     if "c" in options.only:
         print("(c) from the shell to the first step, (d) peak memory")
         found["c"] = first_step.measure(repeats=2 if options.quick else 7, steps=100)
