@@ -109,6 +109,9 @@ def test_early_stopping_ends_at_the_same_step_as_on_one_process(
             f"launcher.num_processes={processes}",
             "strategy=auto",
             "trainer.max_steps=400",
+            # The same micro-batches on both, so that the same units drop out.
+            "data.batch_size=64",
+            "data.micro_batch_size=32",
             "trainer.eval_every=5",
             "callbacks.early_stopping.enabled=true",
             "callbacks.early_stopping.monitor=accuracy",
