@@ -32,7 +32,7 @@ def main() -> None:
         found["a"] = step_cost.measure(blocks=10 if options.quick else 60, device=options.device)
     if "b" in options.only:
         print("(b) DDP step on two processes")
-        found["b"] = ddp_step.measure(blocks=10 if options.quick else 200)
+        found["b"] = ddp_step.measure(blocks=10 if options.quick else 800)
     if "c" in options.only:
         print("(c) from the shell to the first step, (d) peak memory")
         found["c"] = first_step.measure(repeats=2 if options.quick else 7, steps=100)
@@ -54,12 +54,20 @@ def page(found: dict[str, list[dict[str, Any]]], device: str) -> str:
         parts.append(
             "### (a) Cost of a step over the bare loop, one process\n\n"
             + _table(
-                ("model", "loop", "microseconds over bare", "bare step (us)", "blocks"),
+                (
+                    "model",
+                    "loop",
+                    "microseconds over bare",
+                    "95% interval",
+                    "bare step (us)",
+                    "blocks",
+                ),
                 [
                     (
                         r["model"],
                         r["contender"],
-                        f"{r['extra_us']:+.1f}",
+                        f"{r['extra_us']['value']:+.1f}",
+                        f"{r['extra_us']['low']:+.1f} to {r['extra_us']['high']:+.1f}",
                         f"{r['bare_us']:.0f}",
                         r["blocks"],
                     )
@@ -71,12 +79,12 @@ def page(found: dict[str, list[dict[str, Any]]], device: str) -> str:
         parts.append(
             "### (b) DDP step, two processes, beside bare DDP\n\n"
             + _table(
-                ("loop", "ratio to bare DDP", "quartiles", "bare step (us)", "blocks"),
+                ("loop", "ratio to bare DDP", "95% interval", "bare step (us)", "blocks"),
                 [
                     (
                         r["contender"],
-                        f"{r['ratio']:.3f}",
-                        f"{r['quartiles'][0]:.3f} to {r['quartiles'][1]:.3f}",
+                        f"{r['ratio']['value']:.3f}",
+                        f"{r['ratio']['low']:.3f} to {r['ratio']['high']:.3f}",
                         f"{r['bare_us']:.0f}",
                         r["blocks"],
                     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -84,31 +85,53 @@ class BareLoop:
 
 @dataclass
 class Blocks:
-    """Seconds a step of a contender and of the bare loop, in blocks that alternate."""
+    """Seconds a step of a contender and of the bare loop, in blocks that alternate.
+
+    A contender's block is set against the mean of the bare blocks before and after it, so that a
+    machine that slowly speeds up or slows down favours neither.
+    """
 
     contender: list[float] = field(default_factory=list)
     bare: list[float] = field(default_factory=list)
 
     @property
-    def extra_us(self) -> float:
-        """Median microseconds a step over the bare loop's neighbouring block."""
-        pairs = zip(self.contender, self.bare, strict=True)
-        return statistics.median(1e6 * (mine - bare) for mine, bare in pairs)
+    def extra_us(self) -> Median:
+        """Microseconds a step over the bare blocks beside it."""
+        return Median.of([1e6 * (mine - bare) for mine, bare in self._pairs()])
 
     @property
-    def ratio(self) -> float:
-        """Median ratio to the bare loop's neighbouring block."""
-        return statistics.median(a / b for a, b in zip(self.contender, self.bare, strict=True))
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The quartiles of that ratio."""
-        ratios = sorted(a / b for a, b in zip(self.contender, self.bare, strict=True))
-        return ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
+    def ratio(self) -> Median:
+        """Ratio to the bare blocks beside it."""
+        return Median.of([mine / bare for mine, bare in self._pairs()])
 
     @property
     def bare_us(self) -> float:
         return 1e6 * statistics.median(self.bare)
+
+    def _pairs(self) -> Iterator[tuple[float, float]]:
+        # The list of bare blocks begins with the one before the contender's first.
+        around = itertools.pairwise(self.bare)
+        for mine, (before, after) in zip(self.contender, around, strict=True):
+            yield mine, (before + after) / 2
+
+
+@dataclass(frozen=True)
+class Median:
+    """A median, and the interval that holds it with 95% confidence."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Median:
+        """From the order statistics at n/2 -/+ 0.98 sqrt(n): the binomial's normal limit."""
+        ordered = sorted(values)
+        count = len(ordered)
+        reach = 0.98 * math.sqrt(count)
+        low = max(0, math.floor(count / 2 - reach))
+        high = min(count - 1, math.ceil(count / 2 + reach))
+        return cls(statistics.median(ordered), ordered[low], ordered[high])
 
 
 class Between(Samples):
@@ -143,12 +166,12 @@ class Between(Samples):
         self._bare(self._block)
         self._wait()
         bare = (time.perf_counter() - ended) / self._block
-        if self._calls:
-            if self._skip:
-                self._skip -= 1
-            else:
+        if self._skip:
+            self._skip -= 1
+        else:
+            if self.blocks.bare:
                 self.blocks.contender.append(mine)
-                self.blocks.bare.append(bare)
+            self.blocks.bare.append(bare)
         self._began = time.perf_counter()
 
 
