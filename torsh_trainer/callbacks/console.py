@@ -31,7 +31,7 @@ from torsh_trainer.errors import ConfigError, nearest
 _STYLES = ("auto", "bar", "lines")
 _NOT_SHOWN = frozenset({"samples_per_s", "data_wait_s", "step_s", "skipped"})
 _SLOW_DATA = 0.1  # the share of a step spent waiting for data from which on it is shown
-_DRAWING_SHARE = 0.01  # of the time, at most
+_DRAWING_SHARE = 0.0025  # of the time, at most: a redraw also takes caches from the step
 _LINES_WIDTH = 100
 _WORDS = 15
 """Columns for the words of a table, at least."""
@@ -43,7 +43,7 @@ class Console(MainOnly):
     """Shows a run's progress to the person who started it; on rank 0.
 
     ``style`` bar is a progress bar, redrawn at most ``refresh_per_second`` times a second (and for
-    at most 1% of the time); lines is one plain line a report; auto takes the bar on a terminal
+    at most a quarter of a percent of the time); lines is one plain line a report; auto takes the bar on a terminal
     and lines elsewhere. ``show_model`` prints the model summary before the first step.
 
     Raises:

@@ -109,8 +109,8 @@ class NativeEngine(Engine):
             factor *= self._scaler.scale
         try:
             # The factor enters as the gradient of the loss: a product would cost two operations.
-            loss.backward(self._gradient(factor, loss))
-        except RuntimeError as error:
+            _run_backward(loss, self._gradient(factor, loss))
+        except (RuntimeError, AttributeError, TypeError) as error:
             raise _why_no_backward(loss) or error from error
         return loss.detach(), weight
 
@@ -285,6 +285,22 @@ def local_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), device=device)
     norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), 2.0)
+
+
+def _run_backward(loss: Tensor, gradient: Tensor) -> None:
+    """``loss.backward(gradient)`` for a plain 0-dim loss, without 9 us of argument handling."""
+    if _ENGINE is None or type(loss) is not Tensor or loss.dim():
+        loss.backward(gradient)
+    else:
+        _ENGINE((loss,), (gradient,), False, False, (), True, True)
+
+
+_ENGINE: Callable[..., Any] | None = getattr(
+    # torch's own name for what Tensor.backward ends in; a release without it takes the long way.
+    getattr(torch.autograd.Variable, "_execution_engine", None),
+    "run_backward",
+    None,
+)
 
 
 def _foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
