@@ -43,8 +43,9 @@ class Console(MainOnly):
     """Shows a run's progress to the person who started it; on rank 0.
 
     ``style`` bar is a progress bar, redrawn at most ``refresh_per_second`` times a second (and for
-    at most a quarter of a percent of the time); lines is one plain line a report; auto takes the bar on a terminal
-    and lines elsewhere. ``show_model`` prints the model summary before the first step.
+    at most a quarter of a percent of the time); lines is one plain line a report; auto takes the
+    bar on a terminal and lines elsewhere. ``show_model`` prints the model summary before the first
+    step.
 
     Raises:
         ConfigError: a knob is out of range.
