@@ -56,6 +56,20 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def set_aside(path: Path) -> None:
+    """Moves a file of an earlier run out of the way: result.json becomes result.1.json.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)
+
+
 def disk_error(error: OSError, doing: str, path: Path, *, setting: str = "") -> ResourceError:
     """What the user reads when the disk refused: ``cannot DOING PATH: No space left on device``.
 
@@ -88,6 +102,30 @@ def explained(error: Exception, doing: str, path: Path, *, rank: int) -> TorshEr
         )
     told.__cause__ = error
     return told
+
+
+def parse_json(text: str) -> Any:
+    """The inverse of ``strict_json``, for files that others may have written.
+
+    Raises:
+        ValueError: it is no JSON; or a key comes twice in one object, it is nested too deeply, or
+            it holds NaN or an infinity.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key comes twice in it")
+    return found
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"it holds {name}")
 
 
 def strict_json(value: Any, *, indent: int | None = 2) -> str:

@@ -24,8 +24,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
-from torsh_trainer.checkpoint.integrity import read_manifest, verify
-from torsh_trainer.checkpoint.tensors import read_metadata
+from torsh_trainer.checkpoint.store.integrity import read_manifest, verify
+from torsh_trainer.checkpoint.tensors.disk import read_metadata
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.local import LocalCommunicator
@@ -161,7 +161,7 @@ def one_rank_cannot_write(comm: Communicator, folder: Path) -> object:
     state = {"model": {f"w{r}": torch.ones(50_000) for r in (comm.world.rank,)}}
     answers = {}
     for mode in ("sync", "async"):
-        saver = DcpCheckpointer(folder, comm, CheckpointOptions(mode=mode))
+        saver = DcpCheckpointer(folder / mode, comm, CheckpointOptions(mode=mode))
         saver.save(1, state, {})
         saver.wait()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -368,7 +368,7 @@ def test_what_one_rank_cannot_write_is_raised_on_all_and_the_old_one_stays(two, 
     assert "step-00000002: File too large" in first["text"]
     assert "OSError" in second["cause"]  # where it happened
     assert first["steps"] == second["steps"] == [1]
-    left = [path.name for path in (two.folder / one_rank_cannot_write.__name__).iterdir()]
+    left = [path.name for path in (two.folder / one_rank_cannot_write.__name__ / mode).iterdir()]
     assert left == ["step-00000001"]
 
 

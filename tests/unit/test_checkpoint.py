@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import logging
-import os
-import pickle
 import resource
 import shutil
 import subprocess
@@ -21,10 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from torsh_trainer.checkpoint import integrity, tensors
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
-from torsh_trainer.checkpoint.resume import find
+from torsh_trainer.checkpoint.store import integrity
+from torsh_trainer.checkpoint.store.finding import find
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError, ResourceError, TrainingError
 
@@ -407,7 +404,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import checkpointer
 from torsh_trainer.errors import ResourceError
-import torsh_trainer.checkpoint.tensors
+import torsh_trainer.checkpoint.tensors.disk
 os.chdir(sys.argv[1])
 
 def in_child(action):
@@ -532,44 +529,6 @@ def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
         find(str(path), tmp_path)
 
 
-class Attack:
-    def __reduce__(self):
-        return os.mkdir, ("attacked",)
-
-
-class Through:
-    """Asks getattr for a member, as Python 3.11.2 does for an enum's."""
-
-    def __init__(self, owner, name):
-        self.call = (getattr, (owner, name))
-
-    def __reduce__(self):
-        return self.call
-
-
-def test_an_enum_pickled_through_getattr_is_read_and_nothing_else_is(tmp_path):
-    formats = dcp.metadata._MEM_FORMAT_ENCODING
-    member = formats.TORCH_CONTIGUOUS_FORMAT
-    read = tensors._Unpickler(io.BytesIO(pickle.dumps(Through(formats, member.name)))).load()
-    assert read is member
-    attack = pickle.dumps(Through(torch.Size, "__init_subclass__"))
-    with pytest.raises(pickle.UnpicklingError, match="no checkpoint metadata"):
-        tensors._Unpickler(io.BytesIO(attack)).load()
-
-
-def test_metadata_that_names_code_is_refused_and_not_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    path = checkpointer(tmp_path).save(1, {"w": torch.ones(2)}, {})
-    (path / ".metadata").write_bytes(pickle.dumps(Attack()))
-    manifest = integrity.read_manifest(path)
-    forged = {**manifest.files, ".metadata": integrity.digest(path / ".metadata")}
-    integrity.write_manifest(path, integrity.Manifest(**{**vars(manifest), "files": forged}))
-    integrity.verify(path)
-    with pytest.raises(ResourceError, match="mkdir, which is no checkpoint metadata"):
-        checkpointer(tmp_path).load({"w": torch.zeros(2)})
-    assert not (tmp_path / "attacked").exists()
-
-
 # -- checkpoint.resume ----------------------------------------------------------------------------
 
 
@@ -634,7 +593,8 @@ def test_a_path_without_a_checkpoint_is_a_configuration_error(tmp_path):
 def test_looking_for_checkpoints_needs_no_torch(tmp_path):
     save_steps(tmp_path, 1)
     script = (
-        "import sys\nfrom pathlib import Path\nfrom torsh_trainer.checkpoint.resume import find\n"
+        "import sys\nfrom pathlib import Path\n"
+        "from torsh_trainer.checkpoint.store.finding import find\n"
         "print(find('auto', Path(sys.argv[1])).name, 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]

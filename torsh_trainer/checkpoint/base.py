@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from torsh_trainer.checkpoint.setup import check_allow
+from torsh_trainer.checkpoint.store.places import Location
+from torsh_trainer.checkpoint.store.retention import Keep
 from torsh_trainer.errors import ConfigError, nearest
+
+if TYPE_CHECKING:  # looking for checkpoints needs no torch
+    from torch import Tensor
+
+    from torsh_trainer.checkpoint.fit import Fit
+    from torsh_trainer.checkpoint.plain import Path as Key
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
     """Knobs of saving and resuming.
 
-    ``dir`` None is ``checkpoints/`` in the run directory. ``every_steps``/``every_epochs`` None
-    saves only at the end (``at_end``). ``keep_last`` deletes older ones of this run; None keeps
-    all. ``resume`` is auto (the newest complete one in ``dir``, if any), never, or a path of a
-    checkpoint or a run directory.
+    ``dir`` is a folder or a URL that fsspec knows; None is ``checkpoints/`` in the run directory.
+    ``every_steps``/``every_epochs`` None saves only at the end (``at_end``).
+
+    A checkpoint of this run stays when any of these rules keeps it; without rules all stay:
+    ``keep_last`` so many, ``keep_best`` so many by ``monitor``, a metric of the evaluation at that
+    step (lower is better with ``monitor_mode`` min), ``keep_every`` the steps that it divides.
+
+    ``resume`` is auto (the newest complete one in ``dir``, if any), never, or a path or URL of a
+    checkpoint or a run directory. ``allow`` says in what a run may differ from the one that it
+    goes on from: words of ``setup.WORDS``. ``storage_options`` go to the file system of a URL as
+    they are. ``take_over`` takes a URL from a run on another host that has left its lock behind.
     """
 
     dir: str | None = None
@@ -26,21 +41,54 @@ class CheckpointOptions:
     every_epochs: int | None = None
     at_end: bool = True
     keep_last: int | None = None
+    keep_best: int | None = None
+    monitor: str = "loss"
+    monitor_mode: Literal["min", "max"] = "min"
+    keep_every: int | None = None
     resume: str = "auto"
+    allow: tuple[str, ...] = ()
     mode: Literal["sync", "async"] = "sync"
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    take_over: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("every_steps", "every_epochs", "keep_last"):
+        for name in ("every_steps", "every_epochs", "keep_last", "keep_best", "keep_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(
                     f"checkpoint.{name}={value} is not a positive number",
                     fix="give 1 or more, or null to switch it off",
                 )
-        if self.mode not in ("sync", "async"):
-            raise ConfigError(
-                f"unknown checkpoint.mode={self.mode}", fix=nearest(self.mode, ("sync", "async"))
-            )
+        check_allow(self.allow)
+        for name, known in (("mode", ("sync", "async")), ("monitor_mode", ("min", "max"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"unknown checkpoint.{name}={value}", fix=nearest(value, known))
+
+    @property
+    def saves(self) -> bool:
+        """True when a fit saves anything."""
+        return self.at_end or self.every_steps is not None or self.every_epochs is not None
+
+    @property
+    def keep(self) -> Keep:
+        """What stays of what was saved."""
+        return Keep(
+            self.keep_last, self.keep_best, self.keep_every, self.monitor, self.monitor_mode
+        )
+
+
+class FlatShard(NamedTuple):
+    """A rank's contiguous piece of a flattened (row-major) tensor, for engines that shard so.
+
+    ``tensor`` holds the elements from ``offset`` on, in any shape; it may be empty. All ranks'
+    pieces together make up a tensor of ``global_shape``; replicas hold the same piece.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    offset: int
+    tensor: Tensor
 
 
 class Checkpointer(abc.ABC):
@@ -52,20 +100,38 @@ class Checkpointer(abc.ABC):
     """
 
     @abc.abstractmethod
-    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
+    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Location:
         """Writes ``state`` as the checkpoint of ``step``; it becomes visible whole or not at all.
 
-        Returns its path. With ``mode=async`` it returns as soon as ``state`` may change; the
-        checkpoint becomes visible later, and the next call of any method waits for it and raises
-        its error.
+        ``metrics`` are those of this very state. Returns its path. With ``mode=async`` it returns
+        as soon as ``state`` may change; the checkpoint becomes visible later, and the next call of
+        any method waits for it and raises its error.
 
         Raises:
             ResourceError: the disk refused (full, read-only); nothing older is lost.
-            ConfigError: ``state`` holds something else; the message says where.
+            ConfigError: ``state`` holds something else; the message says where. Or there are
+                metrics, and the one to keep the best by is not among them.
         """
 
+    def prepare(self, state: Callable[[], Mapping[str, Any]]) -> None:  # noqa: B027 - optional
+        """Does ahead what the first save of such a state would wait for, if anything.
+
+        Raises:
+            ConfigError: ``state`` holds what cannot be saved; the message says where.
+        """
+
+    def claim(self) -> None:  # noqa: B027 - optional
+        """Holds the folder for the saves of this run alone, until ``close`` or ``release``.
+
+        Raises:
+            ConfigError: another run holds it; names the lock, the host and the process.
+        """
+
+    def release(self) -> None:  # noqa: B027 - optional
+        """Gives the folder back; communicates with nobody, so that it may follow an error."""
+
     @abc.abstractmethod
-    def find(self, resume: str) -> Path | None:
+    def find(self, resume: str) -> Location | None:
         """The checkpoint that ``checkpoint.resume`` means, verified; None to start afresh.
 
         Raises:
@@ -74,15 +140,39 @@ class Checkpointer(abc.ABC):
         """
 
     @abc.abstractmethod
+    def plain(self, path: Location) -> dict[str, Any]:
+        """What the checkpoint at ``path`` holds beside tensors, nested as it was saved.
+
+        Raises:
+            ResourceError: a file of it is damaged; the message names it.
+        """
+
+    @abc.abstractmethod
+    def compare(self, state: Mapping[str, Any], path: Location) -> Fit:
+        """How the tensors of the checkpoint at ``path`` differ from those of ``state``.
+
+        Nothing is read into ``state``. Every rank gets the same answer, about all of them.
+
+        Raises:
+            ResourceError: a file of it is damaged; the message names it.
+        """
+
+    @abc.abstractmethod
     def load(
-        self, state: Mapping[str, Any], step: int | None = None, *, path: Path | None = None
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        path: Location | None = None,
+        leave: Collection[Key] = (),
     ) -> dict[str, Any]:
         """The checkpoint of ``step`` (None: the newest), or at ``path``, in the shape of ``state``.
 
         Tensors of ``state`` are filled in place; plain values come back as saved. What lies under
-        ``callbacks``, ``rng``, ``schedule`` and ``task`` comes back exactly as saved, with new
-        tensors on the CPU, whatever ``state`` holds there. Optimizer slots that the checkpoint
-        lacks for a whole parameter are left out.
+        ``fit.FREE`` (``callbacks``, ``rng``, ``schedule``, ``task``, ...) comes back exactly as
+        saved, with new tensors on the CPU, whatever ``state`` holds there. Optimizer slots that the
+        checkpoint lacks for a whole parameter are left out. So is all below the paths in ``leave``,
+        on either side.
 
         Raises:
             ConfigError: there is none, or it does not fit ``state``; the message says where.
@@ -103,4 +193,4 @@ class Checkpointer(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Waits for a save under way, and raises its error."""
+        """Waits for a save under way, and raises its error; gives the folder back."""

@@ -1,58 +1,57 @@
 """Checkpoints through torch.distributed.checkpoint, visible whole or not at all.
 
-A save has three parts. All ranks agree on who writes what; each rank writes its files into a
-hidden folder; rank 0 adds the plain values and the manifest, syncs, and renames the folder. With
+A save has three parts. All ranks agree on who writes what; each rank writes its files where they
+are no checkpoint yet; rank 0 adds the plain values, and has the store make a checkpoint of it. With
 ``mode=async`` the second and the third part happen on a thread, from copies on the CPU.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from torsh_trainer import __version__
 from torsh_trainer.checkpoint.base import Checkpointer, CheckpointOptions
-from torsh_trainer.checkpoint.fit import Shape, check_fit, is_free, join, shape_of
-from torsh_trainer.checkpoint.integrity import (
-    METADATA,
-    STATE,
-    Manifest,
-    digest,
-    read_manifest,
-    verify,
-    write_manifest,
+from torsh_trainer.checkpoint.fit import (
+    Fit,
+    Shape,
+    check_fit,
+    fit,
+    is_below,
+    is_free,
+    join,
+    shape_of,
+    without,
 )
 from torsh_trainer.checkpoint.plain import check_names, decode, encode, merge, split
-from torsh_trainer.checkpoint.resume import first_sound, locate, offers
-from torsh_trainer.checkpoint.retention import (
-    complete,
-    expired,
-    folder_name,
-    hide,
-    is_named,
-    next_sequence,
-    saving_folder,
-    sweep,
+from torsh_trainer.checkpoint.state import plain_file, read_state
+from torsh_trainer.checkpoint.store.finding import first_sound, locate, offers
+from torsh_trainer.checkpoint.store.integrity import (
+    METADATA,
+    STATE,
+    Digest,
+    Manifest,
+    read_manifest,
+    verify,
 )
+from torsh_trainer.checkpoint.store.places import Location, Unreachable, told, write
+from torsh_trainer.checkpoint.store.retention import complete, folder_name
+from torsh_trainer.checkpoint.store.stores import Room, store_at
+from torsh_trainer.checkpoint.store.summing import spare_threads
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.errors import TorshError
-from torsh_trainer.files import explained, sync_folder, write_file
+from torsh_trainer.errors import ConfigError, TorshError, nearest
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
-
+    from torsh_trainer.checkpoint.plain import Leaf
     from torsh_trainer.checkpoint.plain import Path as Key
     from torsh_trainer.checkpoint.saving import Saving
-    from torsh_trainer.checkpoint.tensors import Planner, Written
+    from torsh_trainer.checkpoint.tensors.disk import Written
+    from torsh_trainer.checkpoint.tensors.planner import Planner
 
 log = logging.getLogger("torsh_trainer")
 
@@ -62,7 +61,7 @@ Shared = TypeVar("Shared")
 
 
 class DcpCheckpointer(Checkpointer):
-    """Saves into and loads from ``folder``, which all ranks see.
+    """Saves into and loads from ``folder`` (a path, or one of a remote store), seen by all ranks.
 
     ``facts`` (strategy, precision, ...) are written into the manifest for the reader; loading needs
     none of them. Works with and without a process group, on any number of ranks: a checkpoint of
@@ -71,7 +70,7 @@ class DcpCheckpointer(Checkpointer):
 
     def __init__(
         self,
-        folder: Path,
+        folder: Location,
         comm: Communicator,
         options: CheckpointOptions = CheckpointOptions(),
         *,
@@ -80,46 +79,48 @@ class DcpCheckpointer(Checkpointer):
         self.folder = folder
         self._comm = comm
         self._options = options
-        self._facts = dict(facts or {})
-        self._run = uuid.uuid4().hex  # only rank 0's is ever written
+        # Read at each save: they may grow, even from nothing.
+        self._facts: Mapping[str, Any] = {} if facts is None else facts
+        # Only rank 0's is ever written.
+        self._store = store_at(folder, uuid.uuid4().hex, take_over=options.take_over)
+        self._unmeasured = False  # best ones were to be kept, and no save had metrics
+        self._measured = False
         self._saving: Saving | None = None
-        self._swept = False
-        self._verified: Path | None = None
+        self._planner: Planner | None = None
+        self._verified: Location | None = None
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
+    def claim(self) -> None:
+        self._from_main("use", self.folder, self._store.claim)
+
+    def release(self) -> None:
+        try:
+            self._store.release()
+        except (OSError, Unreachable) as error:
+            log.warning("%s could not be given back: %s", self.folder, error)
+
+    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Location:
         """Saves, or with ``mode=async`` copies and begins to save; ``wait`` and every other call
         end that and raise its error."""
-        # Importing torch.distributed.checkpoint takes 0.6 s: not before the first save.
-        from torsh_trainer.checkpoint.saving import Saving
-        from torsh_trainer.checkpoint.tensors import Planner
+        from torsh_trainer.checkpoint.saving import Saving  # imported late: see _plan
 
         self.wait()
         target = self.folder / folder_name(step)
-
-        def offer() -> tuple[Planner, tuple[SavePlan, Any]]:
-            parts = split(state)
-            check_names(parts.tensors)
-            planner = Planner(parts.tensors, is_main=self._comm.world.is_main)
-            return planner, (planner.offer, encode(parts.plain))
-
-        planner, answers = self._together("save the checkpoint", target, offer)
-        plans = [plan for plan, _ in answers]
-        hidden, plans = self._from_main(
-            "save the checkpoint", target, lambda: self._agree(planner, plans, step)
-        )
-        planner.take(plans[self._comm.world.rank])
+        self._check_monitor(metrics)
+        planner = self._plan(state, target)
+        room = self._from_main("save the checkpoint", target, lambda: self._store.begin(step))
 
         def make_visible(written: list[Written]) -> None:
-            plain = merge(decode(encoded) for _, encoded in answers)
-            _finish(hidden, planner, written, plain)
-            self._publish(hidden, target, self._manifest(step, hidden, written, metrics))
+            self._store.clean(room)
+            mine = _finish(room, planner, written)
+            self._store.commit(room, self._manifest(step, written, mine, metrics))
+            self._store.retire(self._options.keep)
 
         self._saving = Saving(
             planner,
-            folder=hidden,
-            target=target,
+            store=self._store,
+            room=room,
             world=self._comm.world,
             make_visible=make_visible,
         )
@@ -127,7 +128,7 @@ class DcpCheckpointer(Checkpointer):
             self._saving.start()
         else:
             self.wait()
-        return target
+        return room.target
 
     def wait(self) -> None:
         saving, self._saving = self._saving, None
@@ -145,89 +146,131 @@ class DcpCheckpointer(Checkpointer):
             raise error
 
     def close(self) -> None:
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            self.release()
+            if self._planner is not None:
+                self._planner.close()
+                self._planner = None
+        if self._unmeasured and self._comm.world.is_main:
+            log.warning(
+                "checkpoint.keep_best had nothing to compare: no save came with metrics; let "
+                "trainer.eval_every (or eval_every_epochs) meet checkpoint.every_steps"
+            )
+            self._unmeasured = False
 
-    def _agree(
-        self, planner: Planner, offered: list[SavePlan], step: int
-    ) -> tuple[Path, list[SavePlan]]:
-        from torsh_trainer.checkpoint.tensors import agree  # imported late: see save
+    def prepare(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        if self._options.mode == "async":
+            self.wait()
+            self._plan(state(), self.folder).release()
 
-        hidden = saving_folder(self.folder, step)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not self._swept:
-            sweep(self.folder)
-            self._swept = True
-        if hidden.exists():
-            shutil.rmtree(hidden)
-        hidden.mkdir()
-        return hidden, agree(planner, offered, hidden)
+    def _plan(self, state: Mapping[str, Any], target: Location) -> Planner:
+        """What this rank has to write; the last plan, unless a rank's tensors are others now."""
+        # Importing torch.distributed.checkpoint takes 0.6 s: not before the first save.
+        from torsh_trainer.checkpoint.tensors.disk import agree
+        from torsh_trainer.checkpoint.tensors.planner import Planner
+        from torsh_trainer.checkpoint.tensors.staging import Staging
+
+        doing, world = "save the checkpoint", self._comm.world
+
+        def hold() -> tuple[Planner, bool]:
+            parts = split(state)
+            check_names(parts.tensors)
+            if self._planner is None:
+                threads = spare_threads(world.local_size)
+                staging = Staging(threads=threads) if self._options.mode == "async" else None
+                self._planner = Planner(is_main=world.is_main, staging=staging)
+            self._planner.plain = encode(parts.plain)
+            return self._planner, self._planner.hold(parts.tensors)
+
+        planner, changed = self._together(doing, target, hold)
+        if any(changed):
+            offers = self._comm.all_gather_object(planner.offer)
+            plans = self._from_main(doing, target, lambda: agree(planner, offers))
+            planner.take(plans[world.rank])
+        return planner
+
+    def _check_monitor(self, metrics: Mapping[str, float]) -> None:
+        options = self._options
+        if options.keep_best is None:
+            return
+        self._measured = self._measured or bool(metrics)
+        self._unmeasured = not self._measured
+        if metrics and options.monitor not in metrics:
+            raise ConfigError(
+                f"checkpoint.monitor={options.monitor} is no metric of this run, which has "
+                + ", ".join(sorted(metrics)),
+                fix=nearest(options.monitor, metrics),
+                metrics=sorted(metrics),
+            )
 
     def _manifest(
-        self, step: int, hidden: Path, written: list[Written], metrics: Mapping[str, float]
+        self,
+        step: int,
+        written: list[Written],
+        mine: Mapping[str, Digest],
+        metrics: Mapping[str, float],
     ) -> Manifest:
         files = {name: summed for part in written for name, summed in part.files.items()}
-        mine = {name: digest(hidden / name) for name in (STATE, METADATA)}
         return Manifest(
             step=step,
             world_size=self._comm.world.size,
-            run=self._run,
-            sequence=next_sequence(self.folder),
+            run=self._store.run,
+            sequence=self._store.next_sequence(),
             saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             files={**files, **mine},
             metrics=dict(metrics),
             facts={"torsh_trainer": __version__, "torch": torch.__version__, **self._facts},
         )
 
-    def _publish(self, hidden: Path, target: Path, manifest: Manifest) -> None:
-        write_manifest(hidden, manifest)
-        sync_folder(hidden)
-        replaced = hide(target) if is_named(target) else None
-        hidden.rename(target)
-        sync_folder(self.folder)
-        if replaced is not None:
-            log.info("%s was there before and is replaced", target)
-            shutil.rmtree(replaced, ignore_errors=True)
-        if self._options.keep_last is not None:
-            for path in expired(self.folder, run=self._run, keep_last=self._options.keep_last):
-                try:
-                    shutil.rmtree(hide(path))
-                except OSError as error:
-                    # The new checkpoint is safe: an old one too many is no reason to stop.
-                    log.warning("%s could not be deleted: %s", path, error)
-
     # -- loading --------------------------------------------------------------------------------
 
-    def find(self, resume: str) -> Path | None:
+    def find(self, resume: str) -> Location | None:
         self.wait()
-        paths = self._from_main("find", self.folder, lambda: offers(resume, self.folder))
+        paths = self._from_main("find", self.folder, lambda: self._offers(resume))
         self._verified = first_sound(paths, self._verify)
         return self._verified
 
+    def _offers(self, resume: str) -> Sequence[Location]:
+        return offers(resume, self.folder, self._options.storage_options)
+
+    def plain(self, path: Location) -> dict[str, Any]:
+        self.wait()
+        plain, _ = self._together("read", path, lambda: (read_state(path), None))
+        return plain
+
+    def compare(self, state: Mapping[str, Any], path: Location) -> Fit:
+        self.wait()
+        _, saved, wanted = self._shapes(path, state)
+        return fit(saved, wanted)
+
     def load(
-        self, state: Mapping[str, Any], step: int | None = None, *, path: Path | None = None
+        self,
+        state: Mapping[str, Any],
+        step: int | None = None,
+        *,
+        path: Location | None = None,
+        leave: Collection[Key] = (),
     ) -> dict[str, Any]:
         # Importing torch.distributed.checkpoint takes 0.6 s: not before the first load.
-        from torsh_trainer.checkpoint import tensors as stored
+        from torsh_trainer.checkpoint.tensors import disk as stored
 
         self.wait()
         found = path or self._from_main("find", self.folder, lambda: locate(self.folder, step))
         if found != self._verified:
             self._verify(found)
-
-        def compare() -> tuple[Any, dict[Key, Shape]]:
-            metadata = stored.read_metadata(found)
-            return metadata, {p: shape_of(tensor) for p, tensor in split(state).tensors.items()}
-
-        metadata, wanted = self._together("load", found, compare)
-        saved = {p: Shape(*shape) for p, shape in stored.shapes(metadata).items()}
+        state = without(state, leave)
+        metadata, shapes, wanted = self._shapes(found, state)
+        saved = {p: shape for p, shape in shapes.items() if not is_below(p, leave)}
         check_fit(saved, wanted, str(found))
 
         def read() -> tuple[dict[str, Any], None]:
             held = split(state).tensors
-            into = {p: held[p] for p in held if p in saved and not is_free(p)}
+            into: dict[Key, Leaf] = {p: held[p] for p in held if p in saved and not is_free(p)}
             into |= {p: torch.empty(s.size, dtype=s.dtype) for p, s in saved.items() if is_free(p)}
             stored.read(found, metadata, into)
-            return self._joined(found, state, into), None
+            return self._joined(found, state, into, leave), None
 
         loaded, _ = self._together("load", found, read)
         self._continue(found)
@@ -236,69 +279,92 @@ class DcpCheckpointer(Checkpointer):
     def steps(self) -> list[int]:
         self.wait()
         return self._from_main(
-            "list", self.folder, lambda: [one.manifest.step for one in complete(self.folder)]
+            "list",
+            self.folder,
+            lambda: sorted({one.manifest.step for one in complete(self.folder)}),
         )
 
+    def _shapes(
+        self, path: Location, state: Mapping[str, Any]
+    ) -> tuple[Any, dict[Key, Shape], list[dict[Key, Shape]]]:
+        """The metadata at ``path``, shapes of its tensors, and those that each rank wants."""
+        from torsh_trainer.checkpoint.tensors import disk as stored  # imported late: see load
+
+        def look() -> tuple[Any, dict[Key, Shape]]:
+            metadata = stored.read_metadata(path)
+            return metadata, {p: shape_of(tensor) for p, tensor in split(state).tensors.items()}
+
+        metadata, wanted = self._together("load", path, look)
+        return metadata, {p: Shape(*s) for p, s in stored.shapes(metadata).items()}, wanted
+
     def _joined(
-        self, path: Path, state: Mapping[str, Any], tensors: Mapping[Key, Tensor]
+        self,
+        path: Location,
+        state: Mapping[str, Any],
+        tensors: Mapping[Key, Leaf],
+        leave: Collection[Key],
     ) -> dict[str, Any]:
-        plain = decode(json.loads((path / STATE).read_text(encoding="utf-8")))
-        joined, kept = join(state, plain, tensors)
+        free = {p: tensor for p, tensor in tensors.items() if is_free(p)}
+        fitted = {p: tensor for p, tensor in tensors.items() if not is_free(p)}
+        joined, kept = join(state, without(read_state(path, free), leave), fitted)
         if kept:
             log.warning("%s does not know %s; kept as they are", path, ", ".join(kept))
         return joined
 
-    def _continue(self, path: Path) -> None:
+    def _continue(self, path: Location) -> None:
         """What is saved from now on belongs to the run of the checkpoint that was loaded."""
         if self._comm.world.is_main and path.resolve().parent == self.folder.resolve():
-            self._run = read_manifest(path).run
+            self._store.run = read_manifest(path).run
 
-    def _verify(self, path: Path) -> None:
+    def _verify(self, path: Location) -> None:
         rank, size = self._comm.world.rank, self._comm.world.size
         self._together("read", path, lambda: (None, bool(verify(path, rank=rank, size=size))))
 
     # -- all ranks alike ------------------------------------------------------------------------
 
     def _together(
-        self, doing: str, path: Path, function: Callable[[], tuple[Kept, Shared]]
+        self, doing: str, path: Location, function: Callable[[], tuple[Kept, Shared]]
     ) -> tuple[Kept, list[Shared]]:
         """Calls ``function`` on every rank; an error on one is raised on all.
 
         Returns what this rank keeps, and what every rank shares.
         """
+        kept: Any = None
+        answer: Any
         try:
-            kept, shared = function()
+            kept, answer = function()
         except Exception as error:  # noqa: BLE001 - every rank raises it, none waits in vain
-            told = explained(error, doing, path, rank=self._comm.world.rank)
-            self._comm.all_gather_object(told)
-            raise told from told.__cause__
-        answers = self._comm.all_gather_object(shared)
-        for answer in answers:
-            if isinstance(answer, TorshError):
-                raise answer
+            answer = told(error, doing, path, rank=self._comm.world.rank)
+        answers: list[Any] = self._comm.all_gather_object(answer)
+        failed = [one for one in range(len(answers)) if isinstance(answers[one], TorshError)]
+        if failed:
+            # All ranks raise the same, so that all go on alike; one's own still has its cause.
+            raise answer if failed[0] == self._comm.world.rank else answers[failed[0]]
         return kept, answers
 
-    def _from_main(self, doing: str, path: Path, function: Callable[[], Shared]) -> Shared:
+    def _from_main(self, doing: str, path: Location, function: Callable[[], Shared]) -> Shared:
         """What ``function`` gives on rank 0, on every rank; so is its error."""
         value: Any = None
         if self._comm.world.is_main:
             try:
                 value = function()
             except Exception as error:  # noqa: BLE001 - every rank raises it, none waits in vain
-                value = explained(error, doing, path, rank=0)
+                value = told(error, doing, path, rank=0)
         answer = self._comm.broadcast_object(value)
         if isinstance(answer, TorshError):
             raise value or answer
         return answer
 
 
-def _finish(
-    hidden: Path, planner: Planner, written: list[Written], plain: Mapping[str, Any]
-) -> None:
+def _finish(room: Room, planner: Planner, written: list[Written]) -> dict[str, Digest]:
     """Rank 0's own files: plain values, and where every piece of every tensor lies."""
-    from torsh_trainer.checkpoint.tensors import write_metadata  # imported late: see save
+    from torsh_trainer.checkpoint.tensors.disk import metadata_file  # imported late: see save
 
-    for marker in hidden.glob(".part-*"):
-        marker.unlink()
-    write_file(hidden / STATE, json.dumps(encode(plain), indent=1, allow_nan=False).encode())
-    write_metadata(hidden, planner.metadata, [part.results for part in written])
+    plain = merge(decode(part.plain) for part in written)
+    files = {
+        STATE: plain_file(plain),
+        METADATA: metadata_file(planner.metadata, [part.results for part in written]),
+    }
+    for name, content in files.items():
+        write(room.writing / name, content)
+    return {name: Digest.of(content) for name, content in files.items()}

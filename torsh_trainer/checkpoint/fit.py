@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from torsh_trainer.checkpoint.plain import Path, dotted, holds_tensors, put
+from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.plain import Leaf, Path, dotted, holds_tensors, put
 from torsh_trainer.errors import ConfigError
 
-FREE = ("callbacks", "rng", "schedule", "task")
+FREE = ("callbacks", "config", "feed", "loop", "rng", "schedule", "setup", "task")
 """Parts of a state that come back exactly as they were saved, whatever the run holds there now: a
 callback may be new, and random number generators belong to ranks that may no longer exist."""
 
@@ -31,8 +31,48 @@ class Shape(NamedTuple):
 Shapes = Mapping[Path, Shape]
 
 
-def shape_of(tensor: Tensor) -> Shape:
+class Fit(NamedTuple):
+    """How the tensors of a checkpoint differ from those that a run holds.
+
+    ``missing`` are the run's alone, ``unexpected`` the checkpoint's; ``other`` has (saved, wanted)
+    of those whose shape or kind differs.
+    """
+
+    missing: tuple[Path, ...] = ()
+    unexpected: tuple[Path, ...] = ()
+    other: Mapping[Path, tuple[Shape, Shape]] = {}
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All that differ."""
+        return (*self.missing, *self.unexpected, *self.other)
+
+    def below(self, *prefixes: Path) -> Fit:
+        """The part of it that lies below one of ``prefixes``."""
+        return Fit(
+            tuple(p for p in self.missing if is_below(p, prefixes)),
+            tuple(p for p in self.unexpected if is_below(p, prefixes)),
+            {p: pair for p, pair in self.other.items() if is_below(p, prefixes)},
+        )
+
+    def phrases(self) -> list[str]:
+        """What differs, in words: one phrase for each way."""
+        shapes = (
+            f"{dotted(p)} ({saved} there, {wanted} here)"
+            for p, (saved, wanted) in self.other.items()
+        )
+        phrases = [
+            _listed("missing from it", map(dotted, self.missing)),
+            _listed("only in it", map(dotted, self.unexpected)),
+            _listed("other shapes", shapes),
+        ]
+        return [phrase for phrase in phrases if phrase]
+
+
+def shape_of(tensor: Leaf) -> Shape:
     """Of the whole tensor, also when this rank holds a shard."""
+    if isinstance(tensor, FlatShard):
+        return Shape(tuple(tensor.global_shape), tensor.tensor.dtype)
     return Shape(tuple(tensor.shape), tensor.dtype)
 
 
@@ -41,45 +81,63 @@ def is_free(path: Path) -> bool:
     return path[0] in FREE
 
 
-def check_fit(saved: Shapes, wanted: Iterable[Shapes], checkpoint: str) -> None:
+def is_below(path: Path, prefixes: Collection[Path]) -> bool:
+    """True when one of ``prefixes`` leads to ``path``, or is it."""
+    return any(path[: len(prefix)] == prefix for prefix in prefixes)
+
+
+def without(state: Mapping[str, Any], prefixes: Collection[Path], at: Path = ()) -> dict[str, Any]:
+    """``state`` less what lies below ``prefixes``."""
+    kept = {key: value for key, value in state.items() if not is_below((*at, key), prefixes)}
+    for key, value in kept.items():
+        path = (*at, key)
+        if isinstance(value, Mapping) and any(p[: len(path)] == path for p in prefixes):
+            kept[key] = without(value, prefixes, path)
+    return kept
+
+
+def fit(saved: Shapes, wanted: Iterable[Shapes]) -> Fit:
     """Compares what a checkpoint holds with what all ranks together want of it.
 
     A parameter without any optimizer state in the checkpoint is no difference: it had not been
     updated when the checkpoint was saved.
-
-    Raises:
-        ConfigError: something is missing, unexpected or of another shape; the message names it.
     """
     templates: dict[Path, Shape] = {}
     for shapes in wanted:
         templates.update({path: shape for path, shape in shapes.items() if not is_free(path)})
     kept = {path: shape for path, shape in saved.items() if not is_free(path)}
-    slots = {_slots_of(path) for path in kept}
-    missing = [p for p in templates if p not in kept and _slots_of(p) in slots | {None}]
-    unexpected = [path for path in kept if path not in templates]
-    other = [p for p in templates if p in kept and not _alike(kept[p], templates[p])]
-    differences = [
-        _listed("missing from it", map(dotted, missing)),
-        _listed("only in it", map(dotted, unexpected)),
-        _listed(
-            "other shapes",
-            (f"{dotted(p)} ({kept[p]} there, {templates[p]} here)" for p in other),
-        ),
-    ]
-    if any(differences):
+    slots = {slots_of(path) for path in kept}
+    return Fit(
+        tuple(p for p in templates if p not in kept and slots_of(p) in slots | {None}),
+        tuple(path for path in kept if path not in templates),
+        {
+            p: (kept[p], templates[p])
+            for p in templates
+            if p in kept and not _alike(kept[p], templates[p])
+        },
+    )
+
+
+def check_fit(saved: Shapes, wanted: Iterable[Shapes], checkpoint: str) -> None:
+    """Makes sure that there is no difference; see ``fit``.
+
+    Raises:
+        ConfigError: something is missing, unexpected or of another shape; the message names it.
+    """
+    found = fit(saved, wanted)
+    if found.paths:
         raise ConfigError(
-            f"the checkpoint {checkpoint} does not fit this run: "
-            + ". ".join(filter(None, differences)),
+            f"the checkpoint {checkpoint} does not fit this run: " + ". ".join(found.phrases()),
             fix="resume with the model and optimizer that it was saved with, "
             "or start with checkpoint.resume=never",
-            missing=[dotted(path) for path in missing],
-            unexpected=[dotted(path) for path in unexpected],
-            shapes=[dotted(path) for path in other],
+            missing=[dotted(path) for path in found.missing],
+            unexpected=[dotted(path) for path in found.unexpected],
+            shapes=[dotted(path) for path in found.other],
         )
 
 
 def join(
-    state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[Path, Tensor]
+    state: Mapping[str, Any], saved: Mapping[str, Any], tensors: Mapping[Path, Leaf]
 ) -> tuple[dict[str, Any], list[str]]:
     """The state that a run goes on from, and the names of plain values that only ``state`` had.
 
@@ -102,15 +160,15 @@ def _join(
         if is_free(path):
             joined.setdefault(key, {})
         elif isinstance(value, Mapping) and holds_tensors(value):
-            if key in saved or _slots_of(path) is None:
+            if key in saved or slots_of(path) is None:
                 joined[key] = _join(value, saved.get(key, {}), path, kept)
-        elif not isinstance(value, Tensor) and key not in saved and _slots_of(path) is None:
+        elif not isinstance(value, Leaf) and key not in saved and slots_of(path) is None:
             joined[key] = value
             kept.append(dotted(path))
     return joined
 
 
-def _slots_of(path: Path) -> Path | None:
+def slots_of(path: Path) -> Path | None:
     """The parameter of an optimizer to whose state ``path`` leads, if it does."""
     for i in range(len(path) - 3):
         if path[i] == "optimizer" and path[i + 2] == "state":

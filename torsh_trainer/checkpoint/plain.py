@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torsh_trainer.checkpoint.base import FlatShard
 from torsh_trainer.errors import ConfigError
 
 Path = tuple[str, ...]
+Leaf = Tensor | FlatShard
+"""What is not plain: a tensor (a DTensor included), or a piece of a flattened one."""
 
 
 class Parts(NamedTuple):
     """A nested state in two: tensors by path, and the nest of everything else."""
 
-    tensors: dict[Path, Tensor]
+    tensors: dict[Path, Leaf]
     plain: dict[str, Any]
 
 
@@ -31,16 +34,16 @@ def split(state: Mapping[str, Any]) -> Parts:
     Raises:
         ConfigError: a key of a dict that holds tensors is not a string.
     """
-    tensors: dict[Path, Tensor] = {}
+    tensors: dict[Path, Leaf] = {}
     return Parts(tensors, _split(state, (), tensors))
 
 
-def _split(state: Mapping[str, Any], at: Path, tensors: dict[Path, Tensor]) -> dict[str, Any]:
+def _split(state: Mapping[str, Any], at: Path, tensors: dict[Path, Leaf]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for key, value in state.items():
         path = (*at, str(key))
         before = len(tensors)
-        if isinstance(value, Tensor):
+        if isinstance(value, Leaf):
             tensors[path] = value
         elif isinstance(value, Mapping):
             plain[key] = _split(value, path, tensors)
@@ -58,7 +61,7 @@ def holds_tensors(value: Any) -> bool:
     """True when ``value`` is a tensor or a dict with one somewhere below."""
     if isinstance(value, Mapping):
         return any(holds_tensors(item) for item in value.values())
-    return isinstance(value, Tensor)
+    return isinstance(value, Leaf)
 
 
 def put(state: dict[str, Any], path: Path, value: Any) -> None:
@@ -149,7 +152,7 @@ def decode(value: Any) -> Any:
         if kind == "$float":
             return float(content)
         if kind == "$bytes":
-            return base64.b64decode(content)
+            return base64.b64decode(content, validate=True)
         if kind == "$tuple":
             return tuple(decode(item) for item in content)
         if kind == "$dict":

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import pickle
-import shutil
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-from torsh_trainer.checkpoint.tensors import Planner, Written, write
-from torsh_trainer.errors import TorshError
-from torsh_trainer.files import explained, write_file
+from torsh_trainer import errors
+from torsh_trainer.checkpoint.store.places import Location, Unreachable, names, told, write
+from torsh_trainer.checkpoint.store.stores import Room, Store
+from torsh_trainer.checkpoint.tensors.disk import Written, write_tensors
+from torsh_trainer.checkpoint.tensors.planner import Planner
+from torsh_trainer.errors import ResourceError, TorshError
+from torsh_trainer.files import strict_json
 from torsh_trainer.world import World
 
 log = logging.getLogger("torsh_trainer")
 
-_POLL_S = 0.05
 _AFTER_THE_END_S = 30.0
 """How long a save may go on when the program has ended without closing the checkpointer."""
 
@@ -30,6 +31,28 @@ class Part(NamedTuple):
     written: Written | None
     error: TorshError | None
 
+    def packed(self) -> bytes:
+        """As another process reads it: no code, for anybody may have written such a file."""
+        written, error = None, None
+        if self.written is not None:
+            written = self.written.packed()
+        if self.error is not None:
+            kind = type(self.error).__name__
+            error = [kind, self.error.sentence, self.error.fix, self.error.facts]
+        # Nothing but numbers and strings, but for what a checkpoint encodes anyway.
+        return strict_json({"written": written, "error": error}, indent=None).encode()
+
+    @classmethod
+    def unpacked(cls, content: bytes) -> Part:
+        """The inverse of ``packed``."""
+        said = json.loads(content)
+        written = None if said["written"] is None else Written.unpacked(said["written"])
+        if said["error"] is None:
+            return cls(written, None)
+        name, sentence, fix, facts = said["error"]
+        kind = getattr(errors, name, ResourceError)
+        return cls(written, kind(sentence, fix=fix, **facts))
+
 
 class Saving:
     """One checkpoint on its way, as one rank sees it.
@@ -37,21 +60,21 @@ class Saving:
     ``write`` and ``publish`` happen once, whoever calls them first: the thread that ``start``
     makes, or the loop when it waits. The thread never communicates: a collective beside those of
     the loop could meet another rank's in a different order. Ranks tell rank 0's thread that they
-    are done by a file in ``folder``.
+    are done by a file in ``room``.
     """
 
     def __init__(
         self,
         planner: Planner,
         *,
-        folder: Path,
-        target: Path,
+        store: Store,
+        room: Room,
         world: World,
         make_visible: Callable[[list[Written]], None],
     ) -> None:
         self._planner = planner
-        self._folder = folder
-        self._target = target
+        self._store = store
+        self._room = room
         self._world = world
         self._make_visible = make_visible
         self._writing = threading.Lock()
@@ -70,7 +93,7 @@ class Saving:
         if error is not None:
             self._part = Part(None, error)
         # Not a daemon: a program that ends without close() still gets its last checkpoint.
-        self._thread = threading.Thread(target=self._run, name=f"saving {self._target.name}")
+        self._thread = threading.Thread(target=self._run, name=f"saving {self._room.target.name}")
         self._thread.start()
 
     def write(self) -> Part:
@@ -95,7 +118,9 @@ class Saving:
 
     def _write(self) -> Part:
         written: list[Written] = []
-        error = self._attempt(lambda: written.append(write(self._planner, self._folder)))
+        error = self._attempt(
+            lambda: written.append(write_tensors(self._planner, self._room.writing))
+        )
         return Part(None, error) if error else Part(written[0], None)
 
     def _publish(self, parts: list[Part]) -> TorshError | None:
@@ -104,7 +129,7 @@ class Saving:
             written = [part.written for part in parts if part.written]
             error = self._attempt(lambda: self._make_visible(written))
         if error is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._store.discard(self._room)
         return error
 
     def _attempt(self, action: Callable[[], object]) -> TorshError | None:
@@ -112,14 +137,15 @@ class Saving:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - it is raised on every rank by wait()
-            return explained(error, doing, self._target, rank=self._world.rank)
+            return told(error, doing, self._room.target, rank=self._world.rank)
         return None
 
     def _run(self) -> None:
         part = self.write()
         if not self._world.is_main:
-            with contextlib.suppress(OSError):  # then the loop's next call tells rank 0
-                write_file(self._marker(self._world.rank), pickle.dumps(part))
+            # Where it cannot be written, the loop's next call tells rank 0.
+            with contextlib.suppress(OSError, Unreachable):
+                write(self._marker(self._world.rank), part.packed())
             return
         others = self._await_others()
         if others is not None:
@@ -129,18 +155,23 @@ class Saving:
         """What the other ranks wrote; None when the loop came first, or the program is over."""
         markers = [self._marker(rank) for rank in range(1, self._world.size)]
         ended_at: float | None = None
-        while not all(marker.exists() for marker in markers):
-            if self._published.wait(_POLL_S):
+        while not {marker.name for marker in markers} <= self._there():
+            if self._published.wait(self._store.poll_s):
                 return None
             if not threading.main_thread().is_alive():
                 ended_at = ended_at or time.monotonic()
                 if time.monotonic() - ended_at > _AFTER_THE_END_S:
-                    log.warning("%s is given up: not every rank wrote its part", self._target)
+                    log.warning("%s is given up: not every rank wrote its part", self._room.target)
                     return None
         with self._publishing:
             if self._published.is_set():
                 return None
-            return [pickle.loads(marker.read_bytes()) for marker in markers]
+            return [Part.unpacked(marker.read_bytes()) for marker in markers]
 
-    def _marker(self, rank: int) -> Path:
-        return self._folder / f".part-{rank}"
+    def _there(self) -> set[str]:
+        with contextlib.suppress(OSError, Unreachable):  # then the next look may tell
+            return names(self._room.writing)
+        return set()
+
+    def _marker(self, rank: int) -> Location:
+        return self._room.writing / f".part-{rank}"

@@ -6,15 +6,16 @@ Needs no torch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torsh_trainer.checkpoint.integrity import MANIFEST, verify
-from torsh_trainer.checkpoint.retention import (
+from torsh_trainer.checkpoint.store.integrity import MANIFEST, verify
+from torsh_trainer.checkpoint.store.places import Location, Unreachable, location
+from torsh_trainer.checkpoint.store.retention import (
     candidates,
     complete,
     is_named,
+    is_unfinished,
     newest_first,
     recorded,
 )
@@ -25,31 +26,37 @@ log = logging.getLogger("torsh_trainer")
 _START_AFRESH = "start with checkpoint.resume=never, or point checkpoint.dir elsewhere"
 
 
-def find(resume: str, folder: Path) -> Path | None:
+def find(
+    resume: str, folder: Location, storage_options: Mapping[str, Any] | None = None
+) -> Location | None:
     """The checkpoint to go on from; None to start afresh.
 
     ``auto``: the newest one in ``folder`` that verifies, None when there is none at all. ``never``:
-    None. Anything else is the path of a checkpoint, of a run directory or of a folder of
-    checkpoints. What is skipped is logged, with the reason.
+    None. Anything else is the path or URL (with ``storage_options``) of a checkpoint, of a run
+    directory or of a folder of checkpoints. What is skipped is logged, with the reason.
 
     Raises:
         ConfigError: the path is not there, or holds no checkpoint.
         ResourceError: there are checkpoints, and every one is damaged.
+        Unreachable: a remote store did not answer.
     """
-    return first_sound(offers(resume, folder), verify)
+    return first_sound(offers(resume, folder, storage_options), verify)
 
 
-def offers(resume: str, folder: Path) -> list[Path]:
+def offers(
+    resume: str, folder: Location, storage_options: Mapping[str, Any] | None = None
+) -> Sequence[Location]:
     """The checkpoints that ``resume`` may mean, best first; not yet verified.
 
     Raises:
         ConfigError: the path is not there, or holds no checkpoint.
+        Unreachable: a remote store did not answer.
     """
     if resume == "never":
         return []
     if resume == "auto":
         return _newest_first(folder)
-    path = Path(resume).expanduser()
+    path = location(resume, storage_options)
     if not path.exists():
         raise ConfigError(
             f"checkpoint.resume={resume}: nothing is there",
@@ -65,17 +72,20 @@ def offers(resume: str, folder: Path) -> list[Path]:
     return found
 
 
-def first_sound(paths: list[Path], check: Callable[[Path], Any]) -> Path | None:
+def first_sound(paths: Sequence[Location], check: Callable[[Location], Any]) -> Location | None:
     """The first of ``paths`` that ``check`` accepts; None when there are none.
 
     Raises:
         ResourceError: there are some, and ``check`` refuses every one.
         ConfigError: there is one, and it is of a newer format.
+        Unreachable: a remote store did not answer.
     """
     refused: list[TorshError] = []
     for path in paths:
         try:
             check(path)
+        except Unreachable:  # which says nothing about the checkpoint
+            raise
         except TorshError as error:
             refused.append(error)
             if len(paths) > 1:
@@ -93,7 +103,7 @@ def first_sound(paths: list[Path], check: Callable[[Path], Any]) -> Path | None:
     return None
 
 
-def locate(folder: Path, step: int | None) -> Path:
+def locate(folder: Location, step: int | None) -> Location:
     """The complete checkpoint of ``step`` in ``folder`` (None: the newest).
 
     Raises:
@@ -111,7 +121,11 @@ def locate(folder: Path, step: int | None) -> Path:
     raise ConfigError(f"no checkpoint in {folder}", fix=_START_AFRESH)
 
 
-def _newest_first(folder: Path) -> list[Path]:
-    """By the order of saving; those without a readable manifest come first, to be refused."""
+def _newest_first(folder: Location) -> list[Location]:
+    """By the order of saving; those without a readable manifest come first, to be refused.
+
+    What was never finished is no checkpoint.
+    """
     ordered = [one.path for one in newest_first(recorded(folder))]
-    return [path for path in reversed(candidates(folder)) if path not in ordered] + ordered
+    others = [path for path in reversed(candidates(folder)) if path not in ordered]
+    return [path for path in others if not is_unfinished(path)] + ordered
