@@ -36,7 +36,11 @@ def rerun(argv: Sequence[str]) -> int:
         print(again.HELP)
         return 0
     with again.explained(line):
-        return _train(again.command_line(line))
+        if not line.dry_run:
+            return _train(again.command_line(line))
+        from torsh_trainer import assemble
+
+        return again.dry_run(line, preview=assemble.preview, env=dict(os.environ))
 
 
 def worded(work: Callable[[], int], *, debug: bool) -> int:
@@ -74,6 +78,8 @@ def _train(line: command_line.CommandLine) -> int:
     if line == command_line.CommandLine(config_dir=line.config_dir):
         print(help.recipes_wanted(roots), file=sys.stderr)
         return ConfigError.exit_code
+    if line.dry_run:
+        raise ConfigError("--dry-run looks at a run", fix="write rerun RUN_DIRECTORY --dry-run")
     _refuse_a_misspelt_verb(line)
     # Imported late, so that every answer waits only for what it needs.
     if not line.trains:

@@ -26,6 +26,7 @@ STRATEGIES = {
     "fsdp": "torsh_trainer.strategies.fsdp:FSDP",
 }
 VERBS = {
+    "checkpoint": "torsh_trainer.checkpoint.door.command:main",
     "rerun": "torsh_trainer.__main__:rerun",
     "report": "torsh_trainer.report:main",
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
 from torsh_trainer.lookup import matching, no_match, shown
 
 NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "params")
@@ -82,7 +82,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Stored:
     """A tensor of a file, not read yet."""
 
     shape: tuple[int, ...]
@@ -112,7 +112,12 @@ def load_pretrained(
         ResourceError: safetensors is not installed.
     """
     path = Path(path)
-    stored = _under(_open(path), prefix, path)
+    try:
+        stored = open_weights(path)
+    except TorshError as error:
+        sentence = f"trainer.pretrained={error.sentence}"
+        raise type(error)(sentence, fix=error.fix, **error.facts) from error.__cause__
+    stored = _under(stored, prefix, path)
     stored = _renamed(stored, rename or {}, path)
     target = _tensors(model)
     stored, stripped = _unwrapped(stored, target)
@@ -152,13 +157,19 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def _open(path: Path) -> dict[str, _Stored]:
+def open_weights(path: Path) -> dict[str, Stored]:
+    """The tensors of a file or a folder of weights, by name, none of them read yet.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no weights or more than weights.
+        ResourceError: safetensors is not installed.
+    """
     if path.is_dir():
         path = _file_in(path)
     if not path.is_file():
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
-            f"trainer.pretrained={path}: there is no such file",
+            f"{path}: there is no such file",
             fix=nearest(path.name, beside) if 0 < len(beside) < 20 else "correct the path",
         )
     if path.name.endswith(".index.json"):
@@ -172,40 +183,40 @@ def _file_in(folder: Path) -> Path:
             return folder / name
     if any(folder.rglob(".metadata")):
         raise ConfigError(
-            f"trainer.pretrained={folder} is a checkpoint of a run, not a file of weights",
-            fix=f"go on with it by checkpoint.resume={folder}, "
-            "or save its model's state_dict as a .safetensors file first",
+            f"{folder} is a checkpoint of a run, not a file of weights",
+            fix=f"go on with it by checkpoint.resume={folder}, or take its weights out first: "
+            f"checkpoint export {folder} --format safetensors --output FILE",
         )
     raise ConfigError(
-        f"trainer.pretrained={folder}: the folder has none of {', '.join(_IN_FOLDER)}",
+        f"{folder}: the folder has none of {', '.join(_IN_FOLDER)}",
         fix="name the file itself",
     )
 
 
-def _open_shards(index: Path) -> dict[str, _Stored]:
+def _open_shards(index: Path) -> dict[str, Stored]:
     try:
         files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(
-            f"trainer.pretrained={index} is not an index of shards", fix="it needs a weight_map"
+            f"{index} is not an index of shards", fix="it needs a weight_map"
         ) from error
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, Stored] = {}
     for name in files:
         if Path(name).name != name or name.endswith(".index.json"):
             raise ConfigError(
-                f"trainer.pretrained={index} names a shard outside its folder: {name}",
+                f"{index} names a shard outside its folder: {name}",
                 fix="shards lie beside their index",
             )
-        stored.update(_open(index.with_name(name)))
+        stored.update(open_weights(index.with_name(name)))
     return stored
 
 
-def _open_safetensors(path: Path) -> dict[str, _Stored]:
+def _open_safetensors(path: Path) -> dict[str, Stored]:
     try:  # an optional library, needed by nothing else in the core
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ResourceError(
-            f"trainer.pretrained={path} needs safetensors, which is not installed",
+            f"{path} needs safetensors, which is not installed",
             fix="pip install 'torsh-trainer[weights]'",
         ) from error
     try:
@@ -213,10 +224,10 @@ def _open_safetensors(path: Path) -> dict[str, _Stored]:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ConfigError(
-            f"trainer.pretrained={path} is not a whole safetensors file: {error}",
+            f"{path} is not a whole safetensors file: {error}",
             fix="download or copy it again",
         ) from error
-    return {name: _Stored(shape, _Reader(file, name)) for name, shape in shapes.items()}
+    return {name: Stored(shape, _Reader(file, name)) for name, shape in shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -229,32 +240,43 @@ class _Reader:
         return tensor
 
 
-def _open_torch(path: Path) -> dict[str, _Stored]:
+def _open_torch(path: Path) -> dict[str, Stored]:
+    content = read_torch(path)
+    weights = find_weights(content)
+    if not weights:
+        keys = shown([str(key) for key in content]) if isinstance(content, Mapping) else ""
+        raise ConfigError(
+            f"{path} holds a {type(content).__name__} without weights"
+            + (f": {keys}" if keys else ""),
+            fix=f"save a state_dict, by itself or under {', '.join(NESTED_UNDER)}",
+        )
+    return {k: Stored(tuple(v.shape), partial(torch.detach, v)) for k, v in weights.items()}
+
+
+def read_torch(path: Path) -> Any:
+    """What a file of torch.save holds, tensors on the CPU; no code in it is run.
+
+    Raises:
+        ConfigError: it cannot be read, or only by running code.
+    """
     try:
-        content = _load_torch(path)
+        return _load_torch(path)
     except pickle.UnpicklingError as error:
         raise (_refused_code(path, str(error)) or _unreadable(path, error)) from error
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
         raise _unreadable(path, error) from error
-    weights = _find_weights(content)
-    if not weights:
-        keys = shown([str(key) for key in content]) if isinstance(content, Mapping) else ""
-        raise ConfigError(
-            f"trainer.pretrained={path} holds a {type(content).__name__} without weights"
-            + (f": {keys}" if keys else ""),
-            fix=f"save a state_dict, by itself or under {', '.join(NESTED_UNDER)}",
-        )
-    return {k: _Stored(tuple(v.shape), partial(torch.detach, v)) for k, v in weights.items()}
 
 
 def _refused_code(path: Path, reason: str) -> ConfigError | None:
     """The error for a file with more in it than weights; None when that is not the reason."""
     if "weights only" not in reason.lower() or "nsupported" not in reason:
         return None
+    if "nsupported operand" in reason and path.read_bytes()[:1] not in (b"\x80", b"P"):
+        return None  # neither a pickle nor an archive: text
     named = re.search(r"(?:GLOBAL|global|class) `?([\w.]+)", reason)
     what = f" ({named.group(1)})" if named else ""
     return ConfigError(
-        f"trainer.pretrained={path} is not plain weights: it holds pickled objects{what}, "
+        f"{path} is not plain weights: it holds pickled objects{what}, "
         "and unpickling those can run code",
         fix="where you trust the file, save its state_dict alone, best as .safetensors",
     )
@@ -263,9 +285,11 @@ def _refused_code(path: Path, reason: str) -> ConfigError | None:
 def _unreadable(path: Path, error: Exception) -> ConfigError:
     # Of the rest, such as a KeyError for an unknown opcode, nobody can make sense.
     told = isinstance(error, RuntimeError | pickle.UnpicklingError)
-    reason = str(error).split(". ")[0].splitlines()[0] if told else "it is something else"
+    reason = str(error).split(". ")[0].splitlines()[0] if told else ""
+    if not told or reason.startswith("Weights only load failed"):
+        reason = "it is something else"
     return ConfigError(
-        f"trainer.pretrained={path} cannot be read as a file of torch.save: {reason}",
+        f"{path} cannot be read as a file of torch.save: {reason}",
         fix="download or copy it again, or give it its right suffix (.safetensors)",
     )
 
@@ -279,13 +303,13 @@ def _load_torch(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)  # from before the zip format
 
 
-def _find_weights(content: Any) -> dict[str, Tensor]:
+def find_weights(content: Any) -> dict[str, Tensor]:
     """The state_dict in what a file holds: itself, or under one of the usual keys."""
     if not isinstance(content, Mapping):
         return {}
     for key in NESTED_UNDER:
         if isinstance(content.get(key), Mapping):
-            found = _find_weights(content[key])
+            found = find_weights(content[key])
             if found:
                 return found
     # A state_dict may carry more than tensors (_metadata, extra state); names are strings.
@@ -295,7 +319,7 @@ def _find_weights(content: Any) -> dict[str, Tensor]:
 # -- names ----------------------------------------------------------------------------------------
 
 
-def _under(stored: dict[str, _Stored], prefix: str, path: Path) -> dict[str, _Stored]:
+def _under(stored: dict[str, Stored], prefix: str, path: Path) -> dict[str, Stored]:
     part = {k.removeprefix(prefix): v for k, v in stored.items() if k.startswith(prefix)}
     if not part:
         heads = {name.split(".")[0] + "." for name in stored}
@@ -305,9 +329,7 @@ def _under(stored: dict[str, _Stored], prefix: str, path: Path) -> dict[str, _St
     return part
 
 
-def _renamed(
-    stored: dict[str, _Stored], rename: Mapping[str, str], path: Path
-) -> dict[str, _Stored]:
+def _renamed(stored: dict[str, Stored], rename: Mapping[str, str], path: Path) -> dict[str, Stored]:
     for pattern, replacement in rename.items():
         try:
             renamed = {re.sub(pattern, replacement, name): v for name, v in stored.items()}
@@ -331,8 +353,8 @@ def _renamed(
 
 
 def _unwrapped(
-    stored: dict[str, _Stored], target: Mapping[str, Tensor]
-) -> tuple[dict[str, _Stored], str]:
+    stored: dict[str, Stored], target: Mapping[str, Tensor]
+) -> tuple[dict[str, Stored], str]:
     """``stored`` without a prefix that a wrapper left, where none of its names fit as they are."""
     stripped = ""
     for _ in WRAPPERS:
@@ -347,7 +369,7 @@ def _unwrapped(
 
 
 def _compare(
-    stored: Mapping[str, _Stored], target: Mapping[str, Tensor], path: str, stripped: str
+    stored: Mapping[str, Stored], target: Mapping[str, Tensor], path: str, stripped: str
 ) -> Report:
     fits = {n for n, t in target.items() if n in stored and stored[n].shape == tuple(t.shape)}
     # Tied weights: a file may hold one of the names that share a tensor.

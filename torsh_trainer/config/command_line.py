@@ -21,6 +21,7 @@ FLAGS = (
     "--resolve",
     "--info",
     "--shell-completion",
+    "--dry-run",
 )
 REFUSED = {"--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun"}
 
@@ -29,7 +30,8 @@ REFUSED = {"--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun
 class CommandLine:
     """What the user asked of the door; ``overrides`` as typed.
 
-    ``show``, ``info``, ``package`` and ``resolve`` print configuration instead of training.
+    ``show``, ``info``, ``package`` and ``resolve`` print configuration instead of training;
+    ``dry_run`` says what a repeated run would take from a checkpoint.
     """
 
     overrides: tuple[str, ...] = ()
@@ -42,6 +44,7 @@ class CommandLine:
     package: str | None = None
     resolve: bool = False
     shell_completion: bool = False
+    dry_run: bool = False
 
     @property
     def trains(self) -> bool:
@@ -106,4 +109,5 @@ def _parser() -> _Parser:
     add("--resolve", action="store_true")
     add("-i", "--info", nargs="?", const="all", choices=INFO)
     add("-sc", "--shell-completion", action="store_true")
+    add("--dry-run", action="store_true")
     return parser

@@ -1,0 +1,220 @@
+"""Checkpoints looked at from outside: which there are, and whether each is what was written.
+
+Needs no torch: a list of checkpoints is there in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torsh_trainer.checkpoint.store.integrity import (
+    MANIFEST,
+    Digest,
+    Manifest,
+    check_sizes,
+    digest,
+    read_manifest,
+)
+from torsh_trainer.checkpoint.store.places import Location, Unreachable, sizes, subfolders, told
+from torsh_trainer.checkpoint.store.retention import candidates, is_name, is_named
+from torsh_trainer.checkpoint.store.summing import spare_threads
+from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
+
+_DEPTH = 4  # how far below a folder runs are looked for
+_NONE_THERE = (
+    "give a checkpoint (.../step-00000100), a run directory, or a folder with some below it"
+)
+
+
+@dataclass(frozen=True)
+class Look:
+    """A checkpoint as its manifest and the sizes of its files say; no content was read.
+
+    ``problem`` says in a few words why it is not whole, and is empty where it is.
+    """
+
+    path: Location
+    manifest: Manifest | None
+    problem: str = ""
+
+    @property
+    def size_bytes(self) -> int | None:
+        """What its files came to when it was written; None where nobody knows."""
+        if self.manifest is None:
+            return None
+        return sum(file.size_bytes for file in self.manifest.files.values())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A checkpoint after every byte was read: ``damages`` has a phrase for each damaged file.
+
+    ``strangers`` are files beside it that its manifest does not know; they do no harm.
+    """
+
+    path: Location
+    files: int
+    size_bytes: int
+    damages: Sequence[str] = ()
+    strangers: Sequence[str] = ()
+
+
+def look(path: Location) -> Look:
+    """Reads the manifest of the checkpoint at ``path`` and compares sizes.
+
+    Raises:
+        Unreachable: a remote store did not answer.
+    """
+    try:
+        manifest = read_manifest(path)
+    except Unreachable:
+        raise
+    except TorshError as error:
+        return Look(path, None, _why(error))
+    try:
+        check_sizes(path, manifest)
+    except Unreachable:
+        raise
+    except TorshError as error:
+        return Look(path, manifest, _why(error))
+    return Look(path, manifest)
+
+
+def gather(paths: Iterable[Location]) -> dict[Location, list[Look]]:
+    """Folder -> its checkpoints by step, for each of ``paths`` and what lies below it.
+
+    A path may be a checkpoint, a run directory, its checkpoints folder, or a folder with some
+    below it (a sweep).
+
+    Raises:
+        ConfigError: one of them is not there, or holds no checkpoint.
+        Unreachable: a remote store did not answer.
+    """
+    folders: dict[Location, dict[Location, Look]] = {}
+    for path in paths:
+        for found in _checkpoints(path):
+            folders.setdefault(found.parent, {}).setdefault(found, look(found))
+    return {folder: list(looks.values()) for folder, looks in folders.items()}
+
+
+def newest(looks: Iterable[Look]) -> Look | None:
+    """The one that was saved last, of those that are whole."""
+    whole = [one for one in looks if not one.problem and one.manifest is not None]
+    return max(whole, key=_sequence, default=None)
+
+
+def choose(path: Location) -> tuple[Location, list[Look]]:
+    """The checkpoint that ``path`` means: itself, or the newest whole one of a run.
+
+    Returns it, and what is not whole and may be newer.
+
+    Raises:
+        ConfigError: nothing is there, no checkpoint is, or several runs are.
+        ResourceError: it is damaged, as far as sizes tell.
+    """
+    folders = gather([path])
+    if len(folders) > 1:
+        names = ", ".join(str(folder.parent) for folder in list(folders)[:3])
+        raise ConfigError(
+            f"{path} holds the checkpoints of {len(folders)} runs: {names}"
+            + (", ..." if len(folders) > 3 else ""),
+            fix="name one of them",
+        )
+    (looks,) = folders.values()
+    found = newest(looks)
+    if found is None:
+        worst = max(looks, key=_sequence)
+        raise ResourceError(
+            f"the checkpoint {worst.path} cannot be used: {worst.problem}",
+            fix="name another, or copy this one again",
+            path=str(worst.path),
+        )
+    last = _sequence(found)
+    return found.path, [
+        one for one in looks if one.problem and (one.manifest is None or _sequence(one) > last)
+    ]
+
+
+def examine(path: Location) -> Verdict:
+    """Reads every file of the checkpoint at ``path`` and compares it with its manifest.
+
+    Raises:
+        Unreachable: a remote store did not answer.
+    """
+    try:
+        manifest = read_manifest(path)
+    except Unreachable:
+        raise
+    except TorshError as error:
+        return Verdict(path, 0, 0, [_why(error)])
+    there = sizes(path)
+    damages = [
+        phrase
+        for name, file in manifest.files.items()
+        if (phrase := _damage(path / name, there.get(name), file))
+    ]
+    strangers = sorted(there.keys() - {MANIFEST, *manifest.files})
+    size = sum(file.size_bytes for file in manifest.files.values())
+    return Verdict(path, len(manifest.files), size, damages, strangers)
+
+
+def _damage(path: Location, size: int | None, written: Digest) -> str:
+    if size is None:
+        return f"{path.name} is missing"
+    if size != written.size_bytes:
+        return f"{path.name} has {size} bytes, and {written.size_bytes} were written"
+    try:
+        found = digest(path, threads=spare_threads(1))
+    except Exception as error:  # every library of a store has errors of its own
+        if isinstance(path, Path) and isinstance(error, OSError):
+            return f"{path.name} cannot be read ({error.strerror})"
+        raise told(error, "read", path, rank=0) from error
+    if found != written:
+        return (
+            f"{path.name} is not what was written "
+            f"(CRC-32 {found.crc32}, and it was {written.crc32})"
+        )
+    return ""
+
+
+def _checkpoints(path: Location) -> list[Location]:
+    if not path.exists():
+        near = isinstance(path, Path) and path.parent.is_dir()
+        offer = nearest(path.name, [other.name for other in path.parent.iterdir()] if near else [])
+        raise ConfigError(
+            f"{path} is not there", fix=offer if offer.startswith("did you mean") else _NONE_THERE
+        )
+    if not path.is_dir():
+        raise ConfigError(
+            f"{path} is a file, and a checkpoint is a folder",
+            fix="`checkpoint import` reads files of other formats",
+        )
+    if is_named(path) or (path / MANIFEST).exists():
+        return [path]
+    found: list[Location] = []
+    for folder in _folders(path, _DEPTH):
+        found += candidates(folder)
+    if not found:
+        raise ConfigError(f"no checkpoint in {path}", fix=_NONE_THERE)
+    return found
+
+
+def _folders(path: Location, depth: int) -> Iterator[Location]:
+    """``path`` and what lies below it, but for checkpoints and what is hidden."""
+    yield path
+    if depth == 0:
+        return
+    for below in sorted(subfolders(path), key=str):
+        if not below.name.startswith(".") and not is_name(below.name):
+            yield from _folders(below, depth - 1)
+
+
+def _sequence(one: Look) -> int:
+    return one.manifest.sequence if one.manifest else 0
+
+
+def _why(error: TorshError) -> str:
+    """The reason alone: the reader sees the path beside it."""
+    return str(error.facts.get("why", error.sentence))
