@@ -41,6 +41,31 @@ def batch_numbers(
     )
 
 
+def resumed_batch_numbers(
+    loading: Loading, *, accumulate: int | None, dp_size: int, saved_micro_batch_size: int
+) -> tuple[int, int, int]:
+    """(batch_size, micro_batch_size, accumulate) of a run that goes on on ``dp_size`` ranks.
+
+    Where the knobs fix the global batch alone, the micro-batch stays as it was saved and
+    accumulation follows; every forward then sees the samples that it would have seen, and drops
+    the same units. Where that does not divide, the micro-batch is the largest below it that does:
+    the gradient is the same, random numbers in a forward are others. It is for the caller to say
+    so, whenever the micro-batch that comes out is not ``saved_micro_batch_size``. A micro-batch or
+    an accumulation that the knobs fix themselves stands, as in ``batch_numbers``.
+
+    Raises:
+        ConfigError: the knobs contradict one another, or do not divide.
+    """
+    numbers = batch_numbers(loading, accumulate=accumulate, dp_size=dp_size)
+    if accumulate is not None or loading.micro_batch_size is not None:
+        return numbers
+    batch, per_rank, _ = numbers
+    micro = min(saved_micro_batch_size, per_rank)
+    while per_rank % micro:
+        micro -= 1
+    return batch, micro, per_rank // micro
+
+
 def _divide(batch: int, parts: int, what: str, dp_size: int) -> int:
     if batch % parts:
         below = batch // parts * parts

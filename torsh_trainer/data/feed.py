@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
+import logging
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,20 +20,30 @@ from torch.utils.data.dataset import TensorDataset
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE
 from torsh_trainer.data.batch import MicroBatch, Step
+from torsh_trainer.data.draws import Failed, seed_draws
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, Share, StepPlan, mix
+from torsh_trainer.data.stream import Stream, digest
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.task import Task
 
+log = logging.getLogger(__name__)
+
 Key = int | tuple[int, int]
+Loaded = Generator[tuple[StepPlan, list[Any]], None, None]
+"""Steps with this rank's batches; loader processes end with it."""
 
 
 class TrainFeed:
     """Steps from a position on, without end.
 
-    ``consumed`` samples and ``step`` steps lie behind. Weights of a step are known before its
-    first backward: from the sampler when every sample weighs the same, else reduced over ranks
-    while the step before it runs.
+    ``consumed`` samples and ``step`` steps lie behind, and ``state`` is what ``state_dict`` gave
+    then. Weights of a step are known before its first backward: from the sampler when every sample
+    weighs the same, else reduced over ranks while the step before it runs.
+
+    Raises:
+        ConfigError: there is no training data, or an option or a state does not fit it.
+        ResourceError: a library that the data needs is not installed.
     """
 
     def __init__(
@@ -46,6 +57,7 @@ class TrainFeed:
         consumed: int = 0,
         step: int = 0,
         overfit_batches: int | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self._task = task
         self._comm = comm
@@ -57,9 +69,21 @@ class TrainFeed:
         if dataset is None:
             raise ConfigError("the task has no training data", fix="give task.data a train dataset")
         self.steps_per_epoch: int | None = None
+        self._stream: Stream | None = None
         if isinstance(dataset, IterableDataset):
-            source = _Stream(dataset, loading, cut, collate_of(task))
-            self._loaded = source.steps(consumed, overfit_batches)
+            self._stream = Stream(
+                dataset,
+                loading,
+                cut,
+                collate_of(task),
+                seed=seed,
+                pin=_pins(loading, comm.device),
+                consumed=consumed,
+                state=state,
+                ahead=int(task.sample_weight is None),
+                limit=overfit_batches,
+            )
+            self._loaded = self._stream.steps()
             return
         if overfit_batches is not None:
             dataset = _First(dataset, overfit_batches * cut.batch_size)
@@ -70,6 +94,23 @@ class TrainFeed:
     def __iter__(self) -> Iterator[Step]:
         return self.steps()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed feed needs beside the position, as of the step handed out last.
+
+        Plain values and tensors, the same on every rank; {} where the position alone says all, as
+        it does for every map-style dataset. Collective over the ranks.
+        """
+        state = {} if self._stream is None else self._stream.state
+        if state and self._comm.world.size > 1:
+            digests = self._comm.all_gather_object(digest(state))
+            if len(set(digests)) > 1 and self._comm.world.is_main:
+                log.warning(
+                    "the ranks do not read the same stream: the state of the training data "
+                    "differs between them, and rank 0's is saved. Every rank has to read the "
+                    "whole stream, and keeps its own micro-batches of it"
+                )
+        return state
+
     def steps(self) -> Generator[Step, None, None]:
         """The steps; close it when no more are wanted."""
         weight = self._task.sample_weight
@@ -79,23 +120,31 @@ class TrainFeed:
 
     def _known_weights(self, weight: float) -> Generator[Step, None, None]:
         move, keys = self._move, self._keys
-        for (epoch, shares, samples, ends_epoch), batches in self._loaded:
-            micro = [
-                MicroBatch(move(batch), counts * weight, key)
-                for batch, (_, counts), key in zip(batches, shares, keys(len(shares)), strict=True)
-            ]
-            yield Step(micro, samples * weight, samples, epoch, ends_epoch)
+        try:
+            for (epoch, shares, samples, ends_epoch), batches in self._loaded:
+                micro = [
+                    MicroBatch(move(batch), counts * weight, key)
+                    for batch, (_, counts), key in zip(
+                        batches, shares, keys(len(shares)), strict=True
+                    )
+                ]
+                yield Step(micro, samples * weight, samples, epoch, ends_epoch)
+        finally:
+            self._loaded.close()
 
     def _asked_weights(self) -> Generator[Step, None, None]:
         """One step ahead: its global weight is reduced while the step before it runs."""
-        ahead = self._weigh(*next(self._loaded))
+        ahead = None
         try:
+            ahead = self._weigh(*next(self._loaded))
             while True:
                 following = self._weigh(*next(self._loaded))
                 ready, ahead = ahead, following
                 yield self._finish(*ready)
-        finally:  # every rank stops here with one reduction under way
-            ahead[-1].wait()
+        finally:
+            if ahead is not None:  # every rank stops here with one reduction under way
+                ahead[-1].wait()
+            self._loaded.close()
 
     def _keys(self, count: int) -> list[int]:
         """Seeds of this rank's forwards in the next step."""
@@ -154,21 +203,40 @@ def eval_batches(
     move = _mover(comm.device)
     size = loading.eval_batch_size or cut.micro_batch_size
     wide = Cut(size * cut.dp_size, size, cut.dp_size, cut.dp_rank)
+    steps: Iterator[tuple[StepPlan, list[Any]]]
     if isinstance(dataset, IterableDataset):
-        stream = _Stream(dataset, loading, wide, collate_of(task))
-        passed = itertools.takewhile(lambda item: item[0].epoch == 0, stream.steps(0, None))
-        for plan, batches in itertools.islice(passed, limit):
-            yield move(batches[0]), bool(plan.shares[0].counts)
-        return
-    if not len(dataset):
+        pin = _pins(loading, comm.device)
+        steps = _one_pass(dataset, loading, wide, collate_of(task), pin, limit)
+    elif len(dataset):
+        sampler = GlobalSampler(len(dataset), wide, seed=0, shuffle=False)
+        steps = itertools.islice(
+            _loaded(sampler, dataset, collate_of(task), loading, comm.device, 0),
+            min(sampler.steps_per_epoch, limit or sampler.steps_per_epoch),
+        )
+    else:
         raise ConfigError(f"the {split} data is empty", fix="check the data source's options")
-    sampler = GlobalSampler(len(dataset), wide, seed=0, shuffle=False)
-    steps = itertools.islice(
-        _loaded(sampler, dataset, collate_of(task), loading, comm.device, 0),
-        min(sampler.steps_per_epoch, limit or sampler.steps_per_epoch),
-    )
     for plan, batches in steps:
         yield move(batches[0]), bool(plan.shares[0].counts)
+
+
+def _one_pass(
+    dataset: Any,
+    loading: Loading,
+    cut: Cut,
+    collate: Callable[[list[Any]], Any],
+    pin: bool,
+    limit: int | None,
+) -> Loaded:
+    """One pass over a whole stream, in its own order: that of one process."""
+    plain = replace(
+        loading,
+        num_workers=min(loading.num_workers, 1),
+        weighted=False,
+        drop_last=False,
+        own_state=False,
+    )
+    stream = Stream(dataset, plain, cut, collate, seed=0, pin=pin, limit=limit, passes=1)
+    return stream.steps()
 
 
 def in_order_of(
@@ -209,6 +277,8 @@ def _sampler(task: Task, dataset: Any, loading: Loading, cut: Cut, seed: int) ->
             "data.weighted=true, but the data source gives no sample weights",
             fix="define sample_weights() on it, or set data.weighted=false",
         )
+    if weights is not None:
+        weights = weights[:size]  # overfit_batches takes the first samples
     return GlobalSampler(
         size, cut, seed, shuffle=loading.shuffle, drop_last=loading.drop_last, weights=weights
     )
@@ -221,13 +291,25 @@ def _loaded(
     loading: Loading,
     device: torch.device,
     consumed: int,
-) -> Iterator[tuple[StepPlan, list[Any]]]:
+) -> Loaded:
     """Plans with their batches, loaded here or by worker processes."""
     fetch = _seeded(dataset, loading, sampler.seed)
-    pin = device.type == "cuda" if loading.pin_memory is None else loading.pin_memory
+    pin = _pins(loading, device)
     if not loading.num_workers:
         return _in_process(sampler, fetch or _plain(dataset), collate, bool(fetch), pin, consumed)
     return _by_workers(sampler, fetch or dataset, collate, bool(fetch), pin, loading, consumed)
+
+
+def _pins(loading: Loading, device: torch.device) -> bool:
+    """Whether batches go to page-locked memory."""
+    if loading.pin_memory is None:
+        return device.type == "cuda"
+    if loading.pin_memory and not torch.accelerator.is_available():
+        raise ConfigError(
+            "data.pin_memory=true, but there is no accelerator here to copy to",
+            fix="data.pin_memory=null pins where there is one",
+        )
+    return loading.pin_memory
 
 
 def _in_process(
@@ -237,7 +319,7 @@ def _in_process(
     keyed: bool,
     pin: bool,
     consumed: int,
-) -> Iterator[tuple[StepPlan, list[Any]]]:
+) -> Loaded:
     get = fetch.__getitems__
     for plan in sampler.plans(consumed):
         shares = plan.shares
@@ -254,7 +336,7 @@ def _by_workers(
     pin: bool,
     loading: Loading,
     consumed: int,
-) -> Iterator[tuple[StepPlan, list[Any]]]:
+) -> Loaded:
     # The loader runs ahead of the loop, so the plans wait here for their batches.
     waiting: deque[StepPlan] = deque()
 
@@ -280,22 +362,12 @@ def _by_workers(
         plan = waiting.popleft()
         loaded = [first, *(next(batches) for _ in plan.shares[1:])]
         for batch in loaded:
-            if isinstance(batch, _Failed):
+            if isinstance(batch, Failed):
                 raise batch.error
         yield plan, loaded
 
 
 _END = object()
-
-
-class _Failed:
-    """An error of ours on its way out of a loader process.
-
-    Raised there, it would arrive with a traceback inside its sentence.
-    """
-
-    def __init__(self, error: TorshError) -> None:
-        self.error = error
 
 
 class _Telling(Dataset[Any]):
@@ -311,11 +383,11 @@ class _Telling(Dataset[Any]):
         try:
             return self._fetch(keys)
         except TorshError as error:
-            return _Failed(error)
+            return Failed(error)
 
 
 def _unless_failed(collate: Callable[[Any], Any], samples: Any) -> Any:
-    return samples if isinstance(samples, _Failed) else collate(samples)
+    return samples if isinstance(samples, Failed) else collate(samples)
 
 
 class _Iterable:
@@ -341,9 +413,7 @@ class Seeded:
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
         epoch, index = key
-        seed = mix(self.seed, epoch, index)
-        torch.default_generator.manual_seed(seed)
-        random.seed(seed)
+        seed_draws(mix(self.seed, epoch, index))
         return self.dataset[index]
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
@@ -387,64 +457,6 @@ class _First:
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
-
-
-class _Stream:
-    """Steps out of an IterableDataset.
-
-    Every rank reads the whole stream and keeps its micro-batches, so that the order stays global;
-    an epoch is one pass.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        loading: Loading,
-        cut: Cut,
-        collate: Callable[[list[Any]], Any],
-    ) -> None:
-        for option, wanted in (
-            ("weighted", loading.weighted),
-            ("num_workers", loading.num_workers),
-        ):
-            if wanted:
-                raise ConfigError(
-                    f"data.{option} is not possible over an iterable dataset",
-                    fix="give the task a map-style dataset, or leave the option out",
-                )
-        self._dataset = dataset
-        self._cut = cut
-        self._collate = collate
-        self._drop_last = loading.drop_last
-
-    def steps(
-        self, consumed: int, overfit_batches: int | None
-    ) -> Iterator[tuple[StepPlan, list[Any]]]:
-        for epoch in itertools.count():
-            samples = iter(self._dataset)
-            if overfit_batches is not None:
-                samples = itertools.islice(samples, overfit_batches * self._cut.batch_size)
-            passed = 0
-            for block, last in self._blocks(samples):
-                passed += len(block)
-                if consumed >= passed:
-                    continue
-                shares = self._cut.shares(list(range(len(block))))
-                batches = [self._collate([block[i] for i in share.ids]) for share in shares]
-                yield StepPlan(epoch, shares, len(block), last), batches
-            if not passed:
-                raise ConfigError("the iterable dataset is empty", fix="check the data source")
-            consumed = max(0, consumed - passed)
-
-    def _blocks(self, samples: Iterator[Any]) -> Iterator[tuple[list[Any], bool]]:
-        size = self._cut.batch_size
-        block = list(itertools.islice(samples, size))
-        while block:
-            following = list(itertools.islice(samples, size))
-            short = self._drop_last and len(following) < size
-            if not (self._drop_last and len(block) < size):
-                yield block, not following or short
-            block = following
 
 
 def _mover(device: torch.device) -> Callable[[Any], Any]:

@@ -16,8 +16,10 @@ class Loading:
     and ``trainer.accumulate`` give any two (accumulate counts as 1 when only a batch size is
     given). ``num_workers`` are loader processes for each training process; 0 loads in the loop.
     ``drop_last`` leaves out the ragged tail of an epoch. ``seed_samples`` seeds the random numbers
-    that a dataset draws for a sample from (seed, epoch, sample id); null does so for map datasets
-    without ``__getitems__``. ``eval_batch_size`` (per process) null takes the micro-batch size.
+    that a dataset draws for a sample from (seed, epoch, sample id), and those of a stream by global
+    batch; null does so but for map datasets with ``__getitems__``. ``own_state`` resumes a stream
+    that keeps its own state from it; else it is read again up to the position.
+    ``eval_batch_size`` (per process) null takes the micro-batch size.
     """
 
     batch_size: int | None = None
@@ -30,6 +32,7 @@ class Loading:
     prefetch_factor: int = 2
     pin_memory: bool | None = None
     seed_samples: bool | None = None
+    own_state: bool = True
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "micro_batch_size", "eval_batch_size", "prefetch_factor"):
