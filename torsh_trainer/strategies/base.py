@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torsh_trainer.checkpoint.base import FlatShard as FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.data.batch import MicroBatch as MicroBatch
@@ -234,15 +235,6 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Lets go of hooks and buffers; the communicator is the caller's."""
-
-
-class FlatShard(NamedTuple):
-    """A contiguous piece of a flattened tensor, for engines that shard so."""
-
-    name: str
-    global_shape: tuple[int, ...]
-    offset: int
-    tensor: Tensor
 
 
 class Strategy(abc.ABC):

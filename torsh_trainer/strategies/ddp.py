@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import NoCompression
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.precision import DTypeName
-from torsh_trainer.strategies import modules
+from torsh_trainer.strategies import buckets, modules
 from torsh_trainer.strategies.base import Engine, Job, LossReport, Mesh, MicroBatch, Strategy
 from torsh_trainer.strategies.native import DTYPES, NativeEngine
 from torsh_trainer.strategies.single import computing
@@ -87,6 +87,8 @@ class DDP(Strategy):
                 fix="accumulate counts every backward of a step: make it a multiple",
             )
         model = modules.build(job, comm)
+        if not self.overlap:
+            modules.refuse_sparse(model, "strategy.overlap=false", use="set strategy.overlap=true")
         module = computing(model, job)
         modules.compiled(job, [module])
         return DDPEngine(self, job, comm, model=model, module=module)
@@ -100,6 +102,7 @@ class DDPEngine(NativeEngine):
     ) -> None:
         self._knobs = knobs
         self._checked = False
+        self._order: list[str] | None = None
         wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         super().__init__(
@@ -150,6 +153,30 @@ class DDPEngine(NativeEngine):
     def _share_buffers(self) -> None:
         for buffer in self.model.buffers():
             self.comm.broadcast(buffer.detach(), src=0)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if self._order is None and self._order_matters:
+            assert self._ddp is not None
+            self._order = buckets.ready_order(self._ddp, self._names)
+        if self._order is not None:
+            # What only this engine on as many ranks has a use for; others leave it alone.
+            state["layout"] = {"ddp_ready_order": list(self._order)}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        order = state.get("layout", {}).get("ddp_ready_order")
+        if order and self._order_matters:
+            assert self._ddp is not None
+            buckets.take_order(self._ddp, order, self._names)
+
+    @property
+    def _order_matters(self) -> bool:
+        # The sum of two ranks is the same in either order.
+        return self._ddp is not None and self.comm.world.size > 2
 
     # -- parameters that no loss reached ---------------------------------------------------------
 

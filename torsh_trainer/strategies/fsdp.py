@@ -64,6 +64,7 @@ class FSDP(Strategy):
             raise self.refuse(f"compression={job.compression.name}", use="set compression=none")
         mesh = _device_mesh(self.mesh(comm.world), comm)
         model = modules.build(job, comm, device=torch.device("cpu") if self.cpu_offload else None)
+        modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
         for tensor in [*model.parameters(), *model.buffers()]:
             comm.broadcast(comm.place(tensor.detach()), src=0)
         units = self._units(model)

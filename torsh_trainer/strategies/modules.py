@@ -63,6 +63,27 @@ def chosen_blocks(model: nn.Module, class_names: Sequence[str], knob: str) -> li
     return blocks
 
 
+def sparse_embeddings(model: nn.Module) -> list[str]:
+    """Names of the embeddings whose weight gets a sparse gradient."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [name for name, m in model.named_modules() if isinstance(m, kinds) and m.sparse]
+
+
+def refuse_sparse(model: nn.Module, asked_by: str, *, use: str) -> None:
+    """Makes sure that no embedding of ``model`` gets a sparse gradient.
+
+    Raises:
+        Unsupported: names the embedding, what cannot have it, and ``use`` as the next move.
+    """
+    found = sparse_embeddings(model)
+    if found:
+        raise Unsupported(
+            f"{asked_by} cannot take a sparse gradient, and the embedding {found[0]!r} was built "
+            "with sparse=True",
+            fix=f"{use}, or build it with sparse=False",
+        )
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The children, with parameters, of the longest nn.ModuleList or nn.Sequential."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]

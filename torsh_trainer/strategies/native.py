@@ -15,6 +15,7 @@ from torsh_trainer.ema import Ema
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.precision import DTypeName
+from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
     Clip,
     Engine,
@@ -65,6 +66,7 @@ class NativeEngine(Engine):
         self._ranks = averaging_ranks * gradient_scale
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._names = {id(p): name for name, p in model.named_parameters()}
+        self._sparse = bool(modules.sparse_embeddings(model))
         built = job.build_optimizers(model.named_parameters())
         self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
         self._device = comm.device
@@ -139,6 +141,8 @@ class NativeEngine(Engine):
         wants_norm = measure_norm or clip.norm is not None or self._skip_nonfinite
         if not wants_norm and clip.value is None:
             return _APPLIED
+        if self._sparse:
+            _coalesce(parameters)
         gradients = self._local([p.grad for p in parameters if p.grad is not None])
         if self._scaler is not None:
             torch._foreach_mul_(gradients, 1.0 / self._scaler.scale)
@@ -269,7 +273,7 @@ class NativeEngine(Engine):
 
     def _local(self, gradients: list[Tensor]) -> list[Tensor]:
         """The storage behind gradients, as plain tensors."""
-        return gradients
+        return [g.values() if g.is_sparse else g for g in gradients] if self._sparse else gradients
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """The global L2 norm, a 0-dim tensor, the same on every rank."""
@@ -301,6 +305,13 @@ _ENGINE: Callable[..., Any] | None = getattr(
     "run_backward",
     None,
 )
+
+
+def _coalesce(parameters: Iterable[nn.Parameter]) -> None:
+    """Sums up what a sparse gradient holds several times: only then has it a norm."""
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
 
 
 def _foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +12,25 @@ from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError, nearest
 
+log = logging.getLogger(__name__)
+
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """``{"state": {parameter name: {slot: value}}, "groups": [settings, "params": names]}``.
 
     ``names`` maps ``id(parameter)`` to its name. Under ZeRO-1 the state holds this rank's share.
+
+    Raises:
+        ConfigError: the optimizer keeps something that belongs to no parameter.
     """
     held = _holder(optimizer)
+    for key in held.state:
+        if id(key) not in names:
+            raise ConfigError(
+                f"optimizer {type(held).__name__} keeps state under {key!r:.40}, which is no "
+                "parameter, and a checkpoint holds optimizer state by parameter",
+                fix="keep it in a parameter's state or among the settings of a group",
+            )
     state = {names[id(p)]: dict(slots) for p, slots in held.state.items() if slots}
     groups = []
     for group in optimizer.param_groups:
@@ -55,13 +68,51 @@ def load_optimizers(
 def _load_groups(
     optimizer: Optimizer, saved: list[Mapping[str, Any]], names: Mapping[int, str]
 ) -> None:
-    """Settings (lr, momentum, ...) of the group that held the same first parameter."""
+    """Settings (lr, momentum, ...) that the parameters of a group were saved with.
+
+    Groups are matched by parameter, whatever their number and order. Where parameters that were
+    saved with different values of a setting now share a group, the run's own value stays, and the
+    log says so.
+    """
     by_parameter = {name: group for group in saved for name in group["params"]}
     for group in optimizer.param_groups:
-        source = by_parameter.get(names[id(group["params"][0])]) if group["params"] else None
-        for key, value in (source or {}).items():
-            if key in group and key not in ("params", "param_names", "fused", "foreach"):
-                group[key] = value
+        mine = [names[id(p)] for p in group["params"]]
+        sources = {name: by_parameter[name] for name in mine if name in by_parameter}
+        for key in group:
+            held = {name: source[key] for name, source in sources.items() if key in source}
+            if key in _NOT_LOADED or not held:
+                continue
+            values = list(held.values())
+            if all(_equal(value, values[0]) for value in values):
+                group[key] = values[0]
+            else:
+                log.warning(
+                    "%s was saved as %s and shares a group now: it is %s from here on",
+                    key,
+                    _by_value(held),
+                    group[key],
+                )
+
+
+_NOT_LOADED = ("params", "param_names", "fused", "foreach", "capturable")
+"""What a group holds beside settings of the update: names, and how a step is computed here."""
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    return bool(one == other)
+
+
+def _by_value(held: Mapping[str, Any]) -> str:
+    """``0.1 for a, b; 0.0 for c``."""
+    groups: dict[str, list[str]] = {}
+    for name, value in held.items():
+        groups.setdefault(str(value), []).append(name)
+    return "; ".join(
+        f"{value} for {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+        for value, names in groups.items()
+    )
 
 
 def materialise_slots(optimizer: Optimizer) -> None:
@@ -79,7 +130,7 @@ def materialise_slots(optimizer: Optimizer) -> None:
         for group in held.param_groups
     ]
     for parameter, _ in gradients:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = _no_gradient(parameter, held)
     for group in held.param_groups:
         for key in ("lr", "weight_decay"):
             if key in group:
@@ -89,6 +140,15 @@ def materialise_slots(optimizer: Optimizer) -> None:
         group.update(saved)
     for parameter, gradient in gradients:
         parameter.grad = gradient
+
+
+def _no_gradient(parameter: Tensor, optimizer: Optimizer) -> Tensor:
+    """Zeros, of the kind that the optimizer takes."""
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        return torch.zeros_like(parameter)
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 def load_tensors(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:

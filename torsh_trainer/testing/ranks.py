@@ -39,7 +39,9 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.optim",
     "torch.distributed.checkpoint",
+    "torsh_trainer.checkpoint.saving",
     "torsh_trainer.testing.ranks",
+    "torsh_trainer.trainer",
 )
 """What the warm process imports, once for all ranks; none of it starts a thread."""
 
