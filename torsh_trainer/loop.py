@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,12 +24,14 @@ from torsh_trainer.callbacks.base import (
     StepReport,
 )
 from torsh_trainer.checkpoint.base import Checkpointer
+from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.batch import Step
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.errors import Interrupted, TrainingError
 from torsh_trainer.pace import Pace
 from torsh_trainer.signals import Signals
+from torsh_trainer.stopping import BrokenOffError, Limits, Stop, Watch
 from torsh_trainer.strategies.base import Clip, Engine
 from torsh_trainer.task import Mean, Task
 
@@ -36,15 +39,6 @@ log = logging.getLogger(__name__)
 
 SKIPPED_IN_A_ROW = 100
 """So many skipped steps mean that training no longer happens."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When a fit is over; None does not bound it."""
-
-    max_steps: int | None = None
-    max_epochs: int | None = None
-    max_time_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,11 @@ class Position:
 
 @dataclass
 class Loop:
-    """Drives an engine through training; ``fit`` once, ``evaluate`` as often as needed."""
+    """Drives an engine through training; ``fit`` once, ``evaluate`` as often as needed.
+
+    ``about`` are parts of a checkpoint that stay as they are: the configuration, the setup.
+    ``wants_stop`` says that a callback has had enough before the first step.
+    """
 
     task: Task
     engine: Engine
@@ -89,19 +87,27 @@ class Loop:
     batches: Callable[[str], Iterable[tuple[Any, bool]]]
     averaged: bool
     on_nonfinite: Literal["stop", "skip", "continue"]
+    about: Mapping[str, Any] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     metrics: dict[str, float] = field(default_factory=dict)
     train_loss: float | None = None
     saved: str | None = None
     samples_per_s: float | None = None
+    feed: TrainFeed | None = None
+    feed_state: Mapping[str, Any] = field(default_factory=dict)
+    wants_stop: bool = False
 
     def __post_init__(self) -> None:
         self._pending: list[tuple[tuple[Tensor, float], ...]] = []
         self._pending_weight = 0.0
+        self._pending_sum = 0.0  # of losses times weights, of what ``_pending`` no longer holds
         self._skipped_in_a_row = 0
+        # An evaluation was due after this step and has not ended: whether the step ends an epoch.
+        self._owed: bool | None = None
         self._evaluated_at = self._saved_at = self._logged_at = self.position.step
         self._readers = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._listeners = [c for c in self._readers if c.every_step]
+        self._prepared = False
         self._next_due = 0.0  # the next step at which something may be due
         self._since = _Since(time.perf_counter(), self.position.samples, self.position.step)
         self._started = time.perf_counter()
@@ -115,37 +121,55 @@ class Loop:
             TrainingError: the loss is not finite and ``on_nonfinite`` is stop.
             Interrupted: a signal asked to stop; a checkpoint is saved first where saving is on.
         """
+        self.feed = feed
         self._started = time.perf_counter()
         self._since = _Since(self._started, self.position.samples, self.position.step)
-        before = self.position.samples
         with Signals() as signals:
-            stop = _Stop(self.comm, self.limits, signals, self._started)
+            stop = Stop(self.comm, self.limits, signals, self._started)
+            try:
+                self._fit(feed, stop)
+            except BrokenOffError:
+                assert stop.signal, "only a signal breaks an evaluation off"
+            if stop.signal:
+                self._interrupted(stop.signal)
+
+    def _fit(self, feed: TrainFeed, stop: Stop) -> None:
+        before = self.position.samples
+        if not self._begin(stop):
             steps = feed.steps()
             try:
                 self._train(steps, stop)
             finally:
                 steps.close()
-            if self.position.step > self._logged_at:
-                self._tell(self._metrics(None))
-            self._rate(self.position.samples - before)
-            if stop.signal:
-                self._interrupted(stop.signal)
+        self._rate(self.position.samples - before)
+        if stop.signal:
+            return
         if self.cadence.save_at_end and self._saved_at < self.position.step:
             self.save()
+        self._tell_the_rest()
         if self._evaluates and self._evaluated_at < self.position.step:
-            self._evaluate_now("eval")
+            self._evaluate_now("eval", stop)
+        stop.meet(self.position.step)
 
-    def _train(self, steps: Generator[Step, None, None], stop: _Stop) -> None:
+    def _begin(self, stop: Stop) -> bool:
+        """Does what an interrupted run still owed; true when nothing is left to train."""
+        wants_stop = self.wants_stop
+        if self._owed is not None:
+            wants_stop = self._after_step(ends_epoch=self._owed, stop=stop) or wants_stop
+        most = self.limits.max_epochs
+        is_over = most is not None and self.position.epoch >= most
+        return stop.now(self.position.step, wants_stop, meet=True) or is_over
+
+    def _train(self, steps: Generator[Step, None, None], stop: Stop) -> None:
         position, log_every = self.position, self.cadence.log_every
         last_step = self.limits.max_steps
-        first = position.step + 1
         clock, since = time.perf_counter, self._since
         while last_step is None or position.step < last_step:
             began = clock()
             work = next(steps)
             since.waited += clock() - began
             step = position.step + 1
-            due = step % log_every == 0 or step in (first, last_step)
+            due = step % log_every == 0 or step in (1, last_step)
             norm = self._step(work, measure_norm=due)
             position.epoch = work.epoch
             wants_stop = False
@@ -155,11 +179,11 @@ class Loop:
                 position.epoch += 1
                 self.pace.on_epoch()
             if work.ends_epoch or step >= self._next_due:
-                wants_stop = self._after_step(ends_epoch=work.ends_epoch) or wants_stop
+                wants_stop = self._after_step(ends_epoch=work.ends_epoch, stop=stop) or wants_stop
             # Where all ranks have just met anyway, they also agree on what callbacks want.
             if stop.now(step, wants_stop, meet=due or self._evaluated_at == step):
                 return
-            if work.ends_epoch and position.epoch == self.limits.max_epochs:
+            if work.ends_epoch and position.epoch >= (self.limits.max_epochs or math.inf):
                 return
 
     def _step(self, work: Step, *, measure_norm: bool) -> Tensor | None:
@@ -192,18 +216,22 @@ class Loop:
                 step=self.position.step,
             )
 
-    def _after_step(self, *, ends_epoch: bool) -> bool:
+    def _after_step(self, *, ends_epoch: bool, stop: Stop) -> bool:
         """Evaluates and saves what is due; true when a callback asks to stop."""
         step, epoch, every = self.position.step, self.position.epoch, self.cadence
-        stop = False
+        wants_stop = False
         self._next_due = min(_next(step, every.eval_every), _next(step, every.save_every))
         if self._evaluates and (
             _due(step, every.eval_every) or (ends_epoch and _due(epoch, every.eval_every_epochs))
         ):
-            stop = self._evaluate_now("eval")
+            self._owed = ends_epoch
+            wants_stop = self._evaluate_now("eval", stop)
+        self._owed = None
         if _due(step, every.save_every) or (ends_epoch and _due(epoch, every.save_every_epochs)):
             self.save()
-        return stop
+        elif not self._prepared:
+            self._prepare_saves()
+        return wants_stop
 
     @property
     def _evaluates(self) -> bool:
@@ -215,6 +243,7 @@ class Loop:
         saving = self.cadence.save_at_end or self.cadence.save_every is not None
         if saving and self._saved_at < self.position.step:
             self.save()
+        self._tell_the_rest()
         raise Interrupted(
             f"stopped by signal {signal} after step {self.position.step}",
             fix="checkpoint.resume=auto in the same run directory goes on from here"
@@ -229,6 +258,14 @@ class Loop:
         self.samples_per_s = samples / wall_s if samples else None
 
     # -- reports --------------------------------------------------------------------------------
+
+    def _tell_the_rest(self) -> None:
+        """The steps since the last report, where training ends between two.
+
+        After the last save: a run that goes on from there reports when it would have reported.
+        """
+        if self.position.step > self._logged_at:
+            self._tell(self._metrics(None))
 
     def _tell(self, metrics: Mapping[str, float] | None) -> bool:
         position = self.position
@@ -265,20 +302,26 @@ class Loop:
         Raises:
             TrainingError: it is not finite, and that is to stop the run.
         """
-        if not self._pending:
+        if not self._pending_weight:
             return math.nan if self.train_loss is None else self.train_loss
-        parts = [part for step_parts in self._pending for part in step_parts]
-        losses = _read([loss for loss, _ in parts])
-        # A filler's loss may be 0/0; it weighs nothing.
-        local = sum(v * w for v, (_, w) in zip(losses, parts, strict=True) if w)
-        total = self.comm.reduce_values([local])[0]
+        total = self.comm.reduce_values([self._summed()])[0]
         mean = total / self._pending_weight
         if not math.isfinite(mean) and self.on_nonfinite == "stop":
             self._stop_on_nonfinite(mean)
         self._pending.clear()
-        self._pending_weight = 0.0
+        self._pending_weight = self._pending_sum = 0.0
         self.train_loss = mean
         return mean
+
+    def _summed(self) -> float:
+        """This rank's losses times weights since the last report, read now."""
+        parts = [part for step_parts in self._pending for part in step_parts]
+        # Term by term: Python's own sum() rounds otherwise when a save comes between.
+        total = self._pending_sum
+        for value, (_, weight) in zip(_read([loss for loss, _ in parts]), parts, strict=True):
+            if weight:  # a filler's loss may be 0/0; it weighs nothing
+                total += value * weight
+        return total
 
     def _stop_on_nonfinite(self, mean: float) -> None:
         first = self.position.updates - len(self._pending) + 1
@@ -297,15 +340,20 @@ class Loop:
 
     # -- evaluation and saving ------------------------------------------------------------------
 
-    def _evaluate_now(self, split: str) -> bool:
+    def _evaluate_now(self, split: str, stop: Stop) -> bool:
         if self._pending:  # never evaluate or save what is already broken
             self._settle_quietly()
-        report = self.evaluate(split)
+        before = rng_state(self.comm.device)
+        try:
+            report = self.evaluate(split, watch=stop.watched)
+        except BrokenOffError:  # it is run again, and must then draw the same
+            set_rng_state(before, self.comm.device)
+            raise
         self._evaluated_at = self.position.step
         self.pace.on_evaluate(report.metrics)
-        stop = [callback.on_evaluate(report) for callback in self.callbacks]
+        wants_stop = [callback.on_evaluate(report) for callback in self.callbacks]
         self._since.pause(report.wall_s)
-        return any(stop)
+        return any(wants_stop)
 
     def _settle_quietly(self) -> None:
         if self.on_nonfinite == "stop":
@@ -316,10 +364,11 @@ class Loop:
             if bad:
                 self._stop_on_nonfinite(math.nan)
 
-    def evaluate(self, split: str) -> EvaluationReport:
-        """Metrics of a split, reduced over all ranks."""
+    def evaluate(self, split: str, *, watch: Watch = lambda batches: batches) -> EvaluationReport:
+        """Metrics of a split, reduced over all ranks; ``watch`` may end the batches early."""
         began = time.perf_counter()
-        sums = self.engine.evaluate(self.batches(split), self.task, averaged=self.averaged)
+        batches = watch(self.batches(split))
+        sums = self.engine.evaluate(batches, self.task, averaged=self.averaged)
         means = self.task.summarise(reduced(sums, self.comm))
         if split == "eval":
             self.metrics = means
@@ -339,8 +388,13 @@ class Loop:
         """Saves a checkpoint of this moment."""
         if self._pending:
             self._settle_quietly()
+            self._pending_sum = self._summed()
+            self._pending.clear()
         began = time.perf_counter()
-        path = self.checkpointer.save(self.position.step, self.state(), self.metrics)
+        self._prepared = True
+        # A checkpoint's metrics are of its own weights, or it has none.
+        measured = self.metrics if self._evaluated_at == self.position.step else {}
+        path = self.checkpointer.save(self.position.step, self.state(), measured)
         self._saved_at = self.position.step
         self.saved = str(path)
         report = SaveReport(self.position.step, self.saved, time.perf_counter() - began)
@@ -348,11 +402,20 @@ class Loop:
             callback.on_save(report)
         self._since.pause(report.wall_s)
 
+    def _prepare_saves(self) -> None:
+        """Once the optimizer has its state, after the first step: the first save waits less."""
+        self._prepared = True
+        if self.cadence.save_every is not None or self.cadence.save_every_epochs is not None:
+            began = time.perf_counter()
+            self.checkpointer.prepare(self.state)
+            self._since.pause(time.perf_counter() - began)
+
     def state(self, *, template: bool = False) -> dict[str, Any]:
         """All that a resumed run needs; ``template`` is for a checkpoint to fill."""
         engine = self.engine.state_template() if template else self.engine.state_dict()
-        position = self.position
+        position, rank = self.position, f"rank_{self.comm.world.rank}"
         return {
+            **self.about,
             "engine": engine,
             "position": {
                 "step": position.step,
@@ -360,12 +423,25 @@ class Loop:
                 "samples": position.samples,
                 "epoch": position.epoch,
             },
-            "schedule": self.pace.state_dict(),
+            "loop": {
+                "evaluated_at": self._evaluated_at,
+                "logged_at": self._logged_at,
+                "owed": self._owed,
+                "pending_weight": self._pending_weight,
+                "pending_sum": {rank: self._pending_sum},
+                "skipped_in_a_row": self._skipped_in_a_row,
+                "metrics": {name: float(value) for name, value in self.metrics.items()},
+                "train_loss": self.train_loss,
+            },
+            "schedule": self.pace.state_dict(position.updates),
             "task": self.task.state_dict(),
             "callbacks": {
-                f"{type(c).__name__}": c.state_dict() for c in self.callbacks if c.state_dict()
+                name: state
+                for name, callback in named_callbacks(self.callbacks)
+                if (state := callback.state_dict())
             },
-            "rng": {f"rank_{self.comm.world.rank}": torch.get_rng_state()},
+            "feed": self.feed_state if self.feed is None else self.feed.state_dict(),
+            "rng": {rank: rng_state(self.comm.device)},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -374,14 +450,31 @@ class Loop:
         self.position = Position(**{k: int(v) for k, v in state["position"].items()})
         self.pace.load_state_dict(state["schedule"])
         self.task.load_state_dict(state["task"])
-        for callback in self.callbacks:
-            kept = state["callbacks"].get(type(callback).__name__)
+        self.feed_state = state.get("feed", {})
+        for name, callback in named_callbacks(self.callbacks):
+            kept = state["callbacks"].get(name)
             if kept:
                 callback.load_state_dict(kept)
         rng = state["rng"].get(f"rank_{self.comm.world.rank}")
         if rng is not None:
-            torch.set_rng_state(rng)
+            set_rng_state(rng, self.comm.device)
         self._evaluated_at = self._saved_at = self._logged_at = self.position.step
+        if state["loop"]:  # what another program left has none
+            self._load_own(state["loop"])
+
+    def _load_own(self, state: Mapping[str, Any]) -> None:
+        self._evaluated_at = state["evaluated_at"]
+        self._logged_at = state["logged_at"]
+        self._owed = state["owed"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+        self.metrics = dict(state["metrics"])
+        self.train_loss = state["train_loss"]
+        self._pending_weight = state["pending_weight"]
+        # On fewer ranks than before, some take over what several had.
+        rank, size = self.comm.world.rank, self.comm.world.size
+        for name, total in state["pending_sum"].items():
+            if int(name.removeprefix("rank_")) % size == rank:
+                self._pending_sum += total
 
 
 def reduced(sums: Mapping[str, Mean], comm: Communicator) -> dict[str, float]:
@@ -400,8 +493,21 @@ def reduced(sums: Mapping[str, Mean], comm: Communicator) -> dict[str, float]:
     }
 
 
+def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+    """Callbacks under the names of their classes, numbered from the second of a class on."""
+    count: Counter[str] = Counter()
+    named = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        count[name] += 1
+        named.append((name if count[name] == 1 else f"{name}_{count[name]}", callback))
+    return named
+
+
 def _read(values: list[Tensor]) -> list[float]:
     """The numbers of 0-dim tensors; from an accelerator all at once."""
+    if not values:
+        return []
     if values[0].device.type == "cpu":
         return [value.item() for value in values]
     numbers: list[float] = torch.stack(values).tolist()
@@ -431,48 +537,3 @@ class _Since:
     def pause(self, seconds: float) -> None:
         self.time += seconds
         self.paused += seconds
-
-
-class _Stop:
-    """Whether all ranks stop after this step.
-
-    One process decides at once. Several agree: after reports and evaluations, where a callback's
-    wish must count at once, and besides about once a second, every rank adds what it knows to one
-    small reduction, at steps that all of them compute alike.
-    """
-
-    def __init__(
-        self, comm: Communicator, limits: Limits, signals: Signals, started: float
-    ) -> None:
-        self.signal = 0
-        self._comm = comm
-        self._alone = comm.world.size == 1
-        self._deadline = None if limits.max_time_s is None else started + limits.max_time_s
-        self._signals = signals
-        self._wanted = False
-        self._next = 1
-        self._last = (0, started)
-
-    def now(self, step: int, wanted: bool, *, meet: bool) -> bool:
-        if wanted:
-            self._wanted = True
-        if self._alone:
-            self.signal = self._signals.received
-            return self._wanted or self.signal > 0 or (self._deadline is not None and self._late())
-        return (meet or step >= self._next) and self._agree(step)
-
-    def _late(self) -> bool:
-        return self._deadline is not None and time.perf_counter() >= self._deadline
-
-    def _agree(self, step: int) -> bool:
-        now = time.perf_counter()
-        before, then = self._last
-        rate = (step - before) / max(1e-6, now - then)
-        stop = float(self._wanted or self._late())
-        signal, stop, rate = self._comm.reduce_values(
-            [float(self._signals.received), stop, rate], op="max"
-        )
-        self._last = (step, now)
-        self._next = step + max(1, min(1000, int(rate)))
-        self.signal = int(signal)
-        return bool(stop or signal)

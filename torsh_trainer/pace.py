@@ -7,7 +7,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from torsh_trainer.errors import ConfigError
 from torsh_trainer.schedule.base import RunningSchedule, Schedule, StatefulSchedule
+
+_SCHEDULED = ("lr", "momentum", "betas")
+"""What schedules change in a parameter group."""
 
 
 class Pace:
@@ -34,6 +38,7 @@ class Pace:
         elif schedule is not None:
             schedule.factor(0, total)  # a schedule that needs a total says so before the first step
             self._pure = None if schedule.constant else schedule
+        self._first = [{k: group[k] for k in _SCHEDULED if k in group} for group in self._groups]
         # Read each step, so plain attributes.
         self.follows_updates = self._pure is not None
         """The rates are a function of the update: ``before_update`` sets them."""
@@ -63,15 +68,37 @@ class Pace:
         if self._running is not None:
             self._running.on_evaluate(metrics)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, updates: int) -> dict[str, Any]:
+        """Base rates, progress of a stateful schedule, and the rates of the update to come.
+
+        ``next`` is for other programs, which know a rate by what the optimizer holds; a run sets
+        it anew before each update.
+        """
         running = {} if self._running is None else self._running.state_dict()
-        return {"base": list(self._base), "running": running}
+        return {"base": list(self._base), "running": running, "next": self._next(updates)}
+
+    def _next(self, updates: int) -> list[float]:
+        if self._pure is None or (self._total is not None and updates >= self._total):
+            return [float(group["lr"]) for group in self._groups]
+        factor = self._pure.factor(updates, self._total)
+        return [base * factor for base in self._base]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Progress of a stateful schedule; base rates stay those of this run's configuration."""
-        if self._running is None:
-            # The optimizer came with the rates of the run that was saved.
-            for group, base in zip(self._groups, self._base, strict=True):
-                group["lr"] = base
-        elif state["running"]:
-            self._running.load_state_dict(state["running"])
+        """Progress of a stateful schedule; base rates stay those of this run's configuration.
+
+        ``running`` None was another schedule's state: this one begins afresh.
+        """
+        if self._running is not None and state["running"]:
+            try:
+                self._running.load_state_dict(state["running"])
+            except KeyError as error:  # of an import: there the setup does not tell
+                raise ConfigError(
+                    f"the checkpoint holds the state of another schedule: it has no {error}",
+                    fix="choose the schedule that it was saved with",
+                ) from error
+            return
+        # The optimizer came with what the schedule of the run that was saved had made of it.
+        pure = self._running is None and state["running"] == {}
+        settings = ("lr",) if pure else _SCHEDULED
+        for group, first in zip(self._groups, self._first, strict=True):
+            group.update({key: first[key] for key in settings if key in first})

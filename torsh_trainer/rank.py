@@ -7,31 +7,37 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from torsh_trainer import hardware, registry
+from torsh_trainer import hardware, registry, resume
 from torsh_trainer.callbacks.base import MainOnly, RunInfo
 from torsh_trainer.callbacks.summary import summarise
 from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
+from torsh_trainer.checkpoint.fit import Fit
+from torsh_trainer.checkpoint.setup import WORDS, Comparison
+from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.start import create
-from torsh_trainer.data.arithmetic import batch_numbers
+from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
 from torsh_trainer.data.feed import TrainFeed, eval_batches
 from torsh_trainer.data.sampler import Cut, mix
+from torsh_trainer.data.stream import has_length
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
 from torsh_trainer.launchers.inside import report_ready
-from torsh_trainer.loop import Cadence, Limits, Loop, Position
+from torsh_trainer.loop import Cadence, Loop, Position
 from torsh_trainer.pace import Pace
+from torsh_trainer.resume import Resumption
 from torsh_trainer.rundir import RunDir
+from torsh_trainer.stopping import Limits
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Mesh, Strategy
 from torsh_trainer.task import Task, parameter_count
 from torsh_trainer.weights import freeze, load_pretrained
@@ -69,7 +75,7 @@ def _run_rank(
     try:
         home = _home(trainer, comm, device)
         with home.logging(world, trainer.log_level):
-            rank = Rank(_rehearsal(trainer), world, comm, mesh, strategy, home.path, began)
+            rank = Rank(rehearsal(trainer), world, comm, mesh, strategy, home.path, began)
             with _reported(rank, home):
                 rank.run()
                 content = rank.result()
@@ -106,14 +112,16 @@ class Rank:
         ]
         self.findings: dict[str, Any] = {}
         self._began = began
-        self.job = _job(trainer, self.task, mesh)
-        self.strategy = strategy.resolve(self.job, comm)
+        self._chosen = strategy
+        self._facts: dict[str, Any] = {}  # of the run, in every manifest
 
     def run(self) -> None:
+        if self.trains and self.trainer.checkpoint.saves:
+            self.checkpointer.claim()
         self._resume()
         info = self._info()
-        for callback in self.callbacks:
-            callback.on_start(info)
+        answers = [callback.on_start(info) for callback in self.callbacks]
+        self.loop.wants_stop = any(answers)
         for stage in self.trainer.stages:
             getattr(self, f"_{stage}")()
         self.checkpointer.close()
@@ -122,6 +130,23 @@ class Rank:
             callback.on_end(result)
 
     # -- parts ----------------------------------------------------------------------------------
+
+    @cached_property
+    def origin(self) -> Origin | None:
+        """The checkpoint that this run goes on from, if any; looked for before anything is made."""
+        found = self.checkpointer.find(self.trainer.checkpoint.resume)
+        return None if found is None else Origin(found, self.checkpointer.plain(found))
+
+    @cached_property
+    def job(self) -> Job:
+        saved = self.origin.setup if self.origin and self.trains else {}
+        return job_of(self.trainer, self.task, self.mesh, saved=saved)
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        strategy = self._chosen.resolve(self.job, self.comm)
+        self._facts["strategy"] = strategy.name
+        return strategy
 
     @cached_property
     def engine(self) -> Engine:
@@ -135,13 +160,31 @@ class Rank:
     @cached_property
     def checkpointer(self) -> Checkpointer:
         options = self.trainer.checkpoint
-        folder = Path(options.dir) if options.dir else RunDir(self.run_dir).checkpoints
-        facts = {"strategy": self.strategy.name}
-        return DcpCheckpointer(folder, self.comm, options, facts=facts)
+        folder: Location = RunDir(self.run_dir).checkpoints
+        if options.dir:
+            folder = location(options.dir, options.storage_options)
+        return DcpCheckpointer(folder, self.comm, options, facts=self._facts)
+
+    @property
+    def trains(self) -> bool:
+        return "fit" in self.trainer.stages
+
+    @cached_property
+    def setup(self) -> dict[str, Any]:
+        """What must be the same when a run goes on from a checkpoint of this one; for `loop`."""
+        place = resume.place_facts(self.comm.device)
+        return {
+            **setup_of(self.trainer, self.task, self.job, total_steps=self.total_steps),
+            **resume.strategy_facts(self.strategy),
+            **resume.optimizer_facts(self.engine.optimizers, self.engine.model),
+            **place,
+            "world_size": self.world.size,
+        }
 
     @cached_property
     def loop(self) -> Loop:
         trainer, options = self.trainer, self.trainer.checkpoint
+        about = {"config": resume.plain(trainer.config), "setup": self.setup}  # before it is paced
         return Loop(
             task=self.task,
             engine=self.engine,
@@ -162,29 +205,43 @@ class Rank:
             batches=self._batches,
             averaged=trainer.ema_decay is not None,
             on_nonfinite=trainer.on_nonfinite,
+            about=about,
         )
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
+        size = self.epoch_size
+        return None if size is None else -(-size // self.job.batch.batch_size)
+
+    @property
+    def epoch_size(self) -> int | None:
+        """Samples of one epoch; None when the data has no length."""
         dataset = self.task.data.train
-        if dataset is None or not hasattr(dataset, "__len__"):
+        if dataset is None or not has_length(dataset, self.trainer.loading):
             return None
         size, batch = len(dataset), self.job.batch.batch_size
         if self.trainer.overfit_batches is not None:
             size = min(size, self.trainer.overfit_batches * batch)
-        return size // batch if self.trainer.loading.drop_last else -(-size // batch)
+        return size // batch * batch if self.trainer.loading.drop_last else size
 
     @property
     def total_steps(self) -> int | None:
         """The step at which the fit will end, as far as steps and epochs say."""
         trainer = self.trainer
-        by_epochs = (
-            None
-            if trainer.max_epochs is None or self.steps_per_epoch is None
-            else trainer.max_epochs * self.steps_per_epoch
-        )
-        bounds = [bound for bound in (trainer.max_steps, by_epochs) if bound is not None]
+        bounds = [bound for bound in (trainer.max_steps, self._by_epochs) if bound is not None]
         return min(bounds, default=None)
+
+    @property
+    def _by_epochs(self) -> int | None:
+        """The step at which ``max_epochs`` end, counted from where this run begins."""
+        size, epochs = self.epoch_size, self.trainer.max_epochs
+        if epochs is None or self.steps_per_epoch is None or not size:
+            return None
+        begins = self.origin.position if self.origin else Position()
+        epoch, within = divmod(begins.samples, size)
+        left_of_epoch = -(-(size - within) // self.job.batch.batch_size)
+        left = left_of_epoch + (epochs - epoch - 1) * self.steps_per_epoch
+        return begins.step + max(0, left)
 
     def _batches(self, split: str) -> Iterator[tuple[Any, bool]]:
         return eval_batches(
@@ -199,14 +256,35 @@ class Rank:
     # -- stages ---------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        found = self.checkpointer.find(self.trainer.checkpoint.resume)
-        if found is None:
+        if self.origin is None:
             return
-        template = self.loop.state(template=True)
-        self.loop.load(self.checkpointer.load(template, path=found))
-        log.info("resumed from %s at step %d", found, self.loop.position.step)
+        loop, path = self.loop, self.origin.path
+        template = loop.state(template=self.trains)
+        resumption = self._compared(self.checkpointer.compare(template, path))
+        loaded = self.checkpointer.load(template, path=path, leave=resumption.leave)
+        loop.load(resumption.completed(loaded, self.engine.optimizers))
+        if any(one.word == "data" for one in resumption.comparison.allowed):
+            loop.feed_state = {}  # it is of other data, or of another order of them
+        log.info("resumed from %s at step %d", path, loop.position.step)
+        if self.trains:
+            resume.apply_settings(self.engine, self.origin.setup, self.setup)
+            _tell(resumption.comparison)
+
+    def _compared(self, fit: Fit) -> Resumption:
+        """What to load; a refusal on any rank is raised on every rank."""
+        assert self.origin is not None
+        if self.trains:
+            allow = self.trainer.checkpoint.allow
+            found = resume.for_training(self.origin.plain, self.setup, fit, allow=allow)
+        else:
+            averaged = self.trainer.ema_decay is not None
+            found = resume.for_evaluation(fit, averaged=averaged)
+        for comparison in self.comm.all_gather_object(found.comparison):
+            comparison.check(str(self.origin.path))
+        return found
 
     def _feed(self, cut: Cut, position: Position | None = None) -> TrainFeed:
+        state = None if position is None else self.loop.feed_state
         position = position or Position()
         return TrainFeed(
             self.task,
@@ -217,6 +295,7 @@ class Rank:
             consumed=position.samples,
             step=position.step,
             overfit_batches=self.trainer.overfit_batches,
+            state=state,
         )
 
     def _fit(self) -> None:
@@ -299,6 +378,7 @@ class Rank:
             config=trainer.config,
             total_steps=self.total_steps,
             max_time_s=trainer.max_time_s,
+            trains=self.trains,
         )
 
     def result(self) -> dict[str, Any]:
@@ -328,8 +408,34 @@ class Rank:
             callback.on_error(error)
 
     def close(self) -> None:
+        if "checkpointer" in self.__dict__:
+            self.checkpointer.release()
         if "engine" in self.__dict__:
             self.engine.close()
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a run goes on from, and what it holds beside tensors."""
+
+    path: Location
+    plain: Mapping[str, Any]
+
+    @property
+    def setup(self) -> Mapping[str, Any]:
+        """Empty where another program, or an earlier release, wrote it."""
+        return self.plain.get("setup") or {}
+
+    @property
+    def position(self) -> Position:
+        return Position(**{name: int(count) for name, count in self.plain["position"].items()})
+
+
+def _tell(comparison: Comparison) -> None:
+    """What differs from the run that was saved, for the user to read once."""
+    for one in comparison.allowed:
+        log.warning("%s: allowed, and %s", one.text, WORDS[one.word])
+    for text in (*comparison.applied, *comparison.inexact):
+        log.info("%s", text)
 
 
 def _home(trainer: Trainer, comm: Communicator, device: torch.device) -> RunDir:
@@ -394,9 +500,43 @@ def _check_scaling(trainer: Trainer) -> None:
         )
 
 
-def _job(trainer: Trainer, task: Task, mesh: Mesh) -> Job:
+def setup_of(trainer: Trainer, task: Task, job: Job, *, total_steps: int | None) -> dict[str, Any]:
+    """The part of a run's setup that its knobs and data say (see ``checkpoint.setup``)."""
+    return {
+        "trainer.seed": trainer.seed,
+        **resume.data_facts(task, trainer.loading, overfit_batches=trainer.overfit_batches),
+        **resume.batch_facts(job.batch),
+        **resume.task_facts(task),
+        **resume.schedule_facts(trainer.schedule),
+        "total_steps": total_steps,
+        "precision": trainer.precision.name,
+        "compression": trainer.compression.name,
+        "trainer.max_grad_norm": trainer.max_grad_norm,
+        "trainer.max_grad_value": trainer.max_grad_value,
+        "trainer.on_nonfinite": trainer.on_nonfinite,
+        "trainer.ema_decay": trainer.ema_decay,
+        "trainer.sync_batchnorm": trainer.sync_batchnorm,
+        "trainer.compile": trainer.compile,
+        "trainer.deterministic": trainer.deterministic,
+    }
+
+
+def job_of(trainer: Trainer, task: Task, mesh: Mesh, *, saved: Mapping[str, Any]) -> Job:
+    """What a run asks of its engine; ``saved`` is the setup that it goes on from, or empty.
+
+    Raises:
+        ConfigError: batch arithmetic that contradicts itself, or does not divide.
+    """
     _check_scaling(trainer)
     numbers = batch_numbers(trainer.loading, accumulate=trainer.accumulate, dp_size=mesh.dp)
+    micro_batch_size = saved.get("data.micro_batch_size")
+    if micro_batch_size is not None:
+        numbers = resumed_batch_numbers(
+            trainer.loading,
+            accumulate=trainer.accumulate,
+            dp_size=mesh.dp,
+            saved_micro_batch_size=micro_batch_size,
+        )
     return Job(
         task=task,
         build_model=partial(_build_model, trainer),
@@ -429,7 +569,7 @@ def _build_model(trainer: Trainer) -> nn.Module:
     return model
 
 
-def _rehearsal(trainer: Trainer) -> Trainer:
+def rehearsal(trainer: Trainer) -> Trainer:
     """``fast_dev_run``: one step, one batch of each split, nothing saved."""
     if not trainer.fast_dev_run:
         return trainer

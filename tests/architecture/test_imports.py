@@ -15,6 +15,8 @@ import pytest
 WITHOUT_TORCH = [
     "torsh_trainer",
     "torsh_trainer.__main__",
+    "torsh_trainer.checkpoint.door.command",
+    "torsh_trainer.checkpoint.door.inspection",
     "torsh_trainer.config",
     "torsh_trainer.environments",
     "torsh_trainer.errors",

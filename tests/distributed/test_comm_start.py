@@ -250,7 +250,9 @@ def test_torchrun_serves_the_store_and_may_restart_its_workers(run_command, tmp_
         "tensor = torch.tensor([world.rank + 1.0])\n"
         "comm.all_reduce(tensor)\n"
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "print('attempt', attempt, 'rank', world.rank, tensor.item(), flush=True)\n"
+        # In one write: two processes share the pipe.
+        "sys.stdout.write(f'attempt {attempt} rank {world.rank} {tensor.item()}\\n')\n"
+        "sys.stdout.flush()\n"
         "comm.barrier()\n"
         "if attempt == '0' and world.rank == 1:\n"
         "    sys.exit(1)\n"

@@ -146,10 +146,42 @@ def test_jsonl_of_a_resumed_run_goes_on_where_a_killed_one_broke_off(tmp_path):
     earlier = {"split": "train", "step": 1, "elapsed_s": 1000.0}
     path.write_text(json.dumps(earlier) + '\n{"split": "tra')
     drive(Jsonl(), run_info(tmp_path, first_step=1), [logged(2)])
-    lines = path.read_text().splitlines()
-    assert lines[1] == '{"split": "tra'
-    assert json.loads(lines[2])["step"] == 2
-    assert json.loads(lines[2])["elapsed_s"] >= 1000.0
+    rows = json_rows(path)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[1]["elapsed_s"] >= 1000.0
+
+
+@pytest.mark.parametrize("make", [Jsonl, Csv])
+def test_a_resumed_run_drops_what_was_reported_after_its_checkpoint(make, tmp_path):
+    before = make()
+    before.on_start(run_info(tmp_path))
+    for event in (logged(1), evaluated(1), logged(2)):
+        before.on_step(event) if isinstance(event, StepReport) else before.on_evaluate(event)
+    saved = before.state_dict()  # after step 2, whose evaluation comes later
+    before.on_evaluate(evaluated(2))
+    before.on_step(logged(3))
+    before.on_error(RuntimeError("killed"))
+    after = make()
+    after.load_state_dict(saved)
+    drive(after, run_info(tmp_path, first_step=2), [evaluated(2), logged(3)])
+    with (tmp_path / after.filename).open(newline="") as file:
+        rows = [json.loads(row) for row in file] if make is Jsonl else list(csv.DictReader(file))
+    told = [(row["split"], int(row["step"])) for row in rows]
+    assert told == [("train", 1), ("eval", 1), ("train", 2), ("eval", 2), ("train", 3)]
+
+
+def test_a_run_that_only_evaluates_a_checkpoint_drops_no_report(tmp_path):
+    drive(Jsonl(), run_info(tmp_path), whole_run())
+    before = json_rows(tmp_path / "metrics.jsonl")
+    drive(Jsonl(), run_info(tmp_path, first_step=1, trains=False), [evaluated(1)])
+    assert json_rows(tmp_path / "metrics.jsonl")[:-1] == before
+
+
+def test_a_run_that_begins_anew_in_the_same_directory_sets_the_reports_of_the_last_aside(tmp_path):
+    drive(Jsonl(), run_info(tmp_path), [logged(1), logged(2)])
+    drive(Jsonl(), run_info(tmp_path), [logged(1)])
+    assert len(json_rows(tmp_path / "metrics.jsonl")) == 1
+    assert len(json_rows(tmp_path / "metrics.1.jsonl")) == 2
 
 
 def test_tokens_and_utilisation_follow_from_samples_per_second(tmp_path):

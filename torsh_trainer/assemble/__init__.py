@@ -109,6 +109,29 @@ def work(world: World, order: Order) -> dict[str, Any]:
     return dict(run_in(world, trainer_of(order)).content)
 
 
+def preview(
+    config: dict[str, Any], *, run_dir: Path, env: Mapping[str, str], import_paths: Sequence[str]
+) -> tuple[str, bool]:
+    """What a resolved configuration would take from its checkpoint, in words; nothing is trained.
+
+    Returns the text, and whether the run would refuse to go on from there. ``run_dir`` is where
+    ``checkpoint.resume=auto`` looks; nothing is written into it.
+
+    Raises:
+        TorshError: see errors.py.
+    """
+    # torch loads here: this process looks at the model itself.
+    from torsh_trainer.preview import preview as told
+
+    _check_names(config)
+    _import_from(import_paths)
+    context = LaunchContext(env=env, found=environments.detect(env))
+    size = launcher_of(config).size(context)
+    world = World(size=size, local_size=size)
+    found = told(trainer_of(Order(config, run_dir, (), ())), world, run_dir=run_dir)
+    return found.text, found.refused
+
+
 def launcher_of(config: Mapping[str, Any]) -> Launcher:
     """The launcher that ``config`` names; the default one when the group was left out."""
     node = config.get("launcher")

@@ -20,7 +20,8 @@ class RunInfo:
     that epochs or time bound the run; ``steps_per_epoch`` None that the data has no length.
     ``first_step`` is how many steps were done before this run (0 unless it resumes).
     ``total_steps`` is the step at which the run will end, however it is bounded (None: unknown),
-    and ``max_time_s`` the time that it may take: what a progress bar counts towards.
+    and ``max_time_s`` the time that it may take: what a progress bar counts towards. ``trains``
+    False only evaluates or predicts.
     """
 
     run_dir: Path | None
@@ -46,6 +47,7 @@ class RunInfo:
     config: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
     max_time_s: float | None = None
+    trains: bool = True
 
 
 class StepReport:
@@ -105,8 +107,8 @@ class Callback:
     """Import name of the optional library that this callback needs; ``enabled: auto`` leaves the
     callback out where that library is not installed."""
 
-    def on_start(self, info: RunInfo) -> None:
-        """Before the first step."""
+    def on_start(self, info: RunInfo) -> bool | None:
+        """Before the first step; True asks the run not to train at all."""
 
     def on_step(self, report: StepReport) -> bool | None:
         """After each step; True asks the run to stop, here or on any rank."""

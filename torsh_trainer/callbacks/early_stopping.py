@@ -53,8 +53,9 @@ class EarlyStopping(Callback):
         """The best value so far; infinite before the first."""
         return self._sign * self._best
 
-    def on_start(self, info: RunInfo) -> None:
+    def on_start(self, info: RunInfo) -> bool | None:
         self._speaks = info.world.is_main
+        return info.first_step > 0 and self._has_enough(info.first_step)
 
     def on_step(self, report: StepReport) -> bool | None:
         if report.metrics is None or self.split != "train":
@@ -82,13 +83,22 @@ class EarlyStopping(Callback):
             )
         value = metrics[self.monitor]
         self._seen = True
-        reached = self.threshold is not None and self._sign * (value - self.threshold) >= 0
         if math.isfinite(value) and self._sign * value > self._best + self.min_delta:
             self._best, self._stale = self._sign * value, 0
         else:
             self._stale += 1
+        reached = self.threshold is not None and self._sign * (value - self.threshold) >= 0
         if reached:
             return self._stop(step, f"is {value:.6g}, past the threshold of {self.threshold:.6g}")
+        return self._has_waited(step)
+
+    def _has_enough(self, step: int) -> bool:
+        """Whether the last report before a checkpoint was enough; the run may have died on it."""
+        if self.threshold is not None and self._sign * (self.best - self.threshold) >= 0:
+            return self._stop(step, f"was {self.best:.6g}, past the threshold")
+        return self._has_waited(step)
+
+    def _has_waited(self, step: int) -> bool:
         if self.patience is not None and self._stale >= self.patience:
             return self._stop(step, f"was no better than {self.best:.6g} in {self._stale} reports")
         return False

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from torsh_trainer.callbacks.base import RunInfo
-from torsh_trainer.callbacks.logger import Logger, Row, Sink
-from torsh_trainer.files import disk_error, strict_json
+from torsh_trainer.callbacks.logger import IsKept, Logger, Row, Sink
+from torsh_trainer.files import disk_error, set_aside, strict_json, write_file
 
 _TAIL_BYTES = 65536
 
@@ -20,7 +20,8 @@ class Jsonl(Logger):
     Keys: ``split``, ``step``, ``epoch``, ``samples``, the metrics of the report, ``elapsed_s``
     (seconds of training, earlier parts of a resumed run included). A number that is not finite is
     ``null``. Every line is handed to the system at once, so that a crash loses none. A resumed run
-    appends.
+    appends, after it has dropped what was reported after the checkpoint that it goes on from. A run
+    that begins anew keeps the file of an earlier one as metrics.1.jsonl.
     """
 
     def __init__(self, *, filename: str = "metrics.jsonl") -> None:
@@ -28,18 +29,22 @@ class Jsonl(Logger):
         self.filename = filename
 
     def open(self, info: RunInfo) -> Sink:
-        return Sink() if info.run_dir is None else _JsonlSink(info.run_dir / self.filename)
+        if info.run_dir is None:
+            return Sink()
+        return _JsonlSink(info.run_dir / self.filename, self.is_kept(info))
 
 
 class _JsonlSink(Sink):
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_kept: IsKept | None) -> None:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if is_kept is None:
+                set_aside(path)
+            elif path.exists():
+                _drop(path, is_kept)
             self._earlier_s = _elapsed_so_far(path)
             self._file: TextIO = path.open("a", encoding="utf-8")
-            if _ends_within_a_line(path):
-                self._file.write("\n")
         except OSError as error:
             raise disk_error(error, "write", path) from error
 
@@ -64,10 +69,20 @@ def _tail(path: Path) -> bytes:
         return file.read()
 
 
-def _ends_within_a_line(path: Path) -> bool:
-    """A run that was killed in the middle of a write must not spoil its successor's first line."""
-    tail = _tail(path)
-    return bool(tail) and not tail.endswith(b"\n")
+def _drop(path: Path, is_kept: IsKept) -> None:
+    """Takes out rows that are reported again, and what a killed run had half written."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _stays(line, is_kept)]
+    if len(kept) < len(lines):
+        write_file(path, b"".join(kept))
+
+
+def _stays(line: bytes, is_kept: IsKept) -> bool:
+    try:
+        row = json.loads(line)
+        return line.endswith(b"\n") and is_kept(row["split"], row["step"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _elapsed_so_far(path: Path) -> float:

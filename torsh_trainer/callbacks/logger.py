@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -41,6 +41,10 @@ class Row:
         return {f"{self.split}/{name}": value for name, value in self.metrics.items()}
 
 
+IsKept = Callable[[str, int], bool]
+"""Of the rows that a file holds already, by split and step."""
+
+
 class Sink:
     """Where rows go, open from its birth; this one forgets them."""
 
@@ -54,7 +58,8 @@ class Sink:
 class Logger(MainOnly, abc.ABC):
     """A callback that writes every report of rank 0 to one sink.
 
-    Subclasses hold knobs and say how to ``open`` their sink.
+    Subclasses hold knobs and say how to ``open`` their sink. A checkpoint holds which reports were
+    made before it; a run that goes on from there makes those after it again.
     """
 
     every_step = False
@@ -63,6 +68,7 @@ class Logger(MainOnly, abc.ABC):
         self._sink = Sink()
         self._throughput = Throughput()
         self._started_s = 0.0
+        self._reported: dict[str, int] = {}  # split -> its last step
 
     @abc.abstractmethod
     def open(self, info: RunInfo) -> Sink:
@@ -76,6 +82,23 @@ class Logger(MainOnly, abc.ABC):
         self._throughput = Throughput.of(info)
         self._started_s = time.monotonic()
         self._sink = self.open(info)
+
+    def is_kept(self, info: RunInfo) -> IsKept | None:
+        """Which rows of an earlier part of this run stay; None when the run begins anew."""
+        if not info.trains:
+            return lambda split, step: True
+        if info.first_step == 0:
+            return None
+        reported = dict(self._reported)
+        if not reported:  # a logger that the run which was saved did not have
+            return lambda split, step: step <= info.first_step
+        return lambda split, step: step <= reported.get(split, -1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reported": dict(self._reported)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._reported = dict(state["reported"])
 
     def on_step(self, report: StepReport) -> bool | None:
         if report.metrics is not None:
@@ -96,6 +119,7 @@ class Logger(MainOnly, abc.ABC):
     def _write(
         self, split: str, report: StepReport | EvaluationReport, metrics: Mapping[str, float]
     ) -> None:
+        self._reported[split] = report.step
         elapsed_s = time.monotonic() - self._started_s
         self._sink.write(Row(split, report.step, report.epoch, report.samples, elapsed_s, metrics))
 

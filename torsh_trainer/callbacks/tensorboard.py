@@ -29,19 +29,23 @@ class TensorBoard(Logger):
         self.dir = dir
 
     def open(self, info: RunInfo) -> Sink:
-        return Sink() if info.run_dir is None else _Unopened(info.run_dir / self.dir)
+        if info.run_dir is None:
+            return Sink()
+        begins_at = info.first_step + 1 if info.trains and info.first_step else None
+        return _Unopened(info.run_dir / self.dir, begins_at)
 
 
 class _Unopened(Sink):
     """Opens the file at the first row, so that importing tensorboard delays no first step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, begins_at: int | None) -> None:
         self._folder = folder
+        self._begins_at = begins_at
         self._file: _EventFile | None = None
 
     def write(self, row: Row) -> None:
         if self._file is None:
-            self._file = _EventFile(self._folder)
+            self._file = _EventFile(self._folder, self._begins_at)
         self._file.write(row)
 
     def close(self, *, failed: bool) -> None:
@@ -53,12 +57,13 @@ class _EventFile(Sink):
     """TensorBoard's own records, written here and now.
 
     torch.utils.tensorboard takes over a second to import, and loads TensorFlow where it finds it;
-    the two modules below are all that scalars need. One event holds a whole row.
+    the two modules below are all that scalars need. One event holds a whole row. ``begins_at`` is
+    the step that a resumed run makes first: TensorBoard shows nothing of earlier files from there.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, begins_at: int | None) -> None:
         # Imported late: only a run that logs pays for it.
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -69,6 +74,9 @@ class _EventFile(Sink):
             folder.mkdir(parents=True, exist_ok=True)
             self._records = RecordWriter(self._path.open("ab"))
             self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if begins_at is not None:
+                start = SessionLog(status=SessionLog.START)
+                self._put(Event(wall_time=time.time(), step=begins_at, session_log=start))
         except OSError as error:
             raise disk_error(error, "write", self._path) from error
 

@@ -100,15 +100,8 @@ class Job:
             run_dir=run_dir,
             command=("python", "-m", "torsh_trainer", *flags, *overrides),
             env=dict(os.environ),
-            import_paths=self._import_paths(),
+            import_paths=import_paths(self.config_dir),
         )
-
-    def _import_paths(self) -> tuple[str, ...]:
-        """Where user code is found: the current directory, and beside the user's conf folder."""
-        folders = [str(Path.cwd())]
-        if self.config_dir is not None:
-            folders.append(str(Path(self.config_dir).parent))
-        return tuple(folders)
 
     def _check_task(self, settings: Mapping[str, Any]) -> None:
         # A misspelt group says more; assemble names it.
@@ -144,6 +137,14 @@ class Job:
             return float("nan")
         record.done(value, settings["trainer"], wall_s=time.perf_counter() - began).write()
         return value
+
+
+def import_paths(config_dir: str | None) -> tuple[str, ...]:
+    """Where user code is found: the current directory, and beside the user's conf folder."""
+    folders = [str(Path.cwd())]
+    if config_dir is not None:
+        folders.append(str(Path(config_dir).absolute().parent))
+    return tuple(folders)
 
 
 def objective(settings: Mapping[str, Any], content: Mapping[str, Any]) -> float | None:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
+from hydra import compose
 
+from torsh_trainer.config.app import CONFIG, opened
 from torsh_trainer.config.command_line import CommandLine
+from torsh_trainer.config.job import import_paths
 from torsh_trainer.config.overrides import bare_key
-from torsh_trainer.config.roots import RECIPE, YAML
+from torsh_trainer.config.roots import RECIPE, YAML, find_roots
+from torsh_trainer.config.wording import plain
 from torsh_trainer.errors import ConfigError
 
 USAGE = "write rerun RUN_DIRECTORY [OVERRIDE ...]"
+_RESUME = "checkpoint.resume"
 HELP = """\
 python -m torsh_trainer rerun RUN_DIRECTORY [OVERRIDE ...]
 
 Repeats a run with the recipe and the overrides that it was started with, in a new directory.
-Overrides given here win over the earlier ones; ~KEY forgets an earlier override of KEY."""
+Overrides given here win over the earlier ones; ~KEY forgets an earlier override of KEY.
+
+It begins at step 0 again. To go on from where the run is, add checkpoint.resume=RUN_DIRECTORY.
+
+--dry-run trains nothing and writes nothing: it says what such a continuation would restore, what
+not, and what will be inexact and why; with overrides, what they change. Exit code 0, or 2 where
+the checkpoint would be refused."""
 
 
 def command_line(line: CommandLine) -> CommandLine:
@@ -59,6 +70,52 @@ def explained(line: CommandLine) -> Iterator[None]:
             fix=f"add ~{name} to forget it",
             name=name,
         ) from error
+
+
+class Preview(Protocol):
+    """What a resolved configuration would take from a checkpoint (assemble.preview)."""
+
+    def __call__(
+        self,
+        config: dict[str, Any],
+        *,
+        run_dir: Path,
+        env: Mapping[str, str],
+        import_paths: Sequence[str],
+    ) -> tuple[str, bool]: ...
+
+
+def dry_run(line: CommandLine, *, preview: Preview, env: Mapping[str, str]) -> int:
+    """Says what the repeated run would take from a checkpoint of the first; returns the exit code.
+
+    That is the newest one of the run, unless an override of ``line`` names another.
+
+    Raises:
+        TorshError: what went wrong, in words.
+    """
+    if line.multirun or not line.trains:
+        raise ConfigError("--dry-run looks at one run", fix="leave -m, --cfg and --info out")
+    again = command_line(line)
+    run, *later = line.overrides
+    named = _RESUME in map(bare_key, later)
+    with opened(again, find_roots(again.config_dir)) as app:
+        config = plain(compose(CONFIG, app.overrides))
+    begins = _begins(config)
+    if not named:
+        config["checkpoint"]["resume"] = "auto"  # of the directory of the first run
+    text, refused = preview(
+        config, run_dir=Path(run), env=env, import_paths=import_paths(again.config_dir)
+    )
+    if not named:
+        print(f"rerun {run} {begins}, in a new directory.")
+        print(f"rerun {run} {_RESUME}={run} goes on from its newest checkpoint:\n")
+    print(text)
+    return ConfigError.exit_code if refused else 0
+
+
+def _begins(config: Mapping[str, Any]) -> str:
+    resume = config["checkpoint"]["resume"]
+    return "begins at step 0" if resume in ("auto", "never") else f"goes on from {resume} again"
 
 
 def merged(earlier: Sequence[str], later: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torsh_trainer import environments
-from torsh_trainer.world import World
+from torsh_trainer.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class Launcher(abc.ABC):
             WorkerError: a worker raised, was killed or did not start; all others are stopped.
             Interrupted: a signal asked the job to stop; all workers are stopped.
         """
+
+    def size(self, context: LaunchContext) -> int:
+        """How many processes the job will have; nothing is started."""
+        return (context.found or ALONE).size
 
 
 def print_explanation(context: LaunchContext, plan: str = "runs in this process") -> None:

@@ -83,6 +83,9 @@ class Local(Launcher):
             limits = job.Limits(startup_s=self.startup_timeout_s, grace_s=self.grace_s)
             return job.run(entry, args, workers=workers, limits=limits)
 
+    def size(self, context: LaunchContext) -> int:
+        return self._worlds(context)[0].size
+
     # -- which processes -------------------------------------------------------------------------
 
     def _worlds(self, context: LaunchContext) -> tuple[World, ...]:

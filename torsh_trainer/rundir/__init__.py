@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.files import disk_error, strict_json, write_file
+from torsh_trainer.files import disk_error, set_aside, strict_json, write_file
 from torsh_trainer.rundir.logs import setup_logging
 from torsh_trainer.rundir.provenance import gather_provenance
 from torsh_trainer.world import World
@@ -70,7 +70,7 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
             (path / MARKER).touch()
             for name in ("config.yaml", "provenance.json", "result.json"):
-                _keep(path / name)
+                set_aside(path / name)
         except OSError as error:
             raise _refused(error, path) from error
         return cls(path)
@@ -207,16 +207,6 @@ def _refuse_strangers(path: Path) -> None:
             fix=_ELSEWHERE,
             path=str(path),
         )
-
-
-def _keep(path: Path) -> None:
-    """Moves a file of an earlier run out of the way: result.json becomes result.1.json."""
-    if not path.exists():
-        return
-    number = 1
-    while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(kept)
 
 
 def _told(error: BaseException) -> dict[str, Any]:

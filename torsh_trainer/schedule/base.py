@@ -65,6 +65,9 @@ class StatefulSchedule(abc.ABC):
     """
 
     name: ClassVar[str]
+    takes_new_knobs: ClassVar[bool] = False
+    """Whether a run that resumes may change the knobs: they then hold from there on. Where the
+    state was made of them, it may not."""
 
     @abc.abstractmethod
     def start(

@@ -28,6 +28,7 @@ class ReduceOnPlateau(StatefulSchedule):
     """
 
     name: ClassVar[str] = "reduce_on_plateau"
+    takes_new_knobs: ClassVar[bool] = True
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
     gamma: float = 0.1
