@@ -11,17 +11,22 @@ from typing import Any
 
 import torch
 
-from benchmarks import ddp_step, first_step, step_cost
+from benchmarks import checkpoint_save, ddp_step, first_step, step_cost
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MARK = "<!-- measured: everything below this line is written by make bench -->"
+ALL = "abce"
 PEERS = ("torch", "lightning", "accelerate", "transformers", "hydra-core")
 
 
 def main() -> None:
     """Runs what is asked for; a partial or quick run prints and leaves the page alone."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", default="abc", help="a step cost, b DDP step, c start and memory")
+    parser.add_argument(
+        "--only",
+        default=ALL,
+        help="a step cost, b DDP step, c start and memory, e saving checkpoints",
+    )
     parser.add_argument("--quick", action="store_true", help="few blocks: to see that it runs")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; (b) is CPU only")
     options = parser.parse_args()
@@ -36,9 +41,13 @@ def main() -> None:
     if "c" in options.only:
         print("(c) from the shell to the first step, (d) peak memory")
         found["c"] = first_step.measure(repeats=2 if options.quick else 7, steps=100)
+    if "e" in options.only:
+        print("(e) saving checkpoints")
+        small = {"size": "3M", "saves": 3}
+        found["e"] = checkpoint_save.measure(**small if options.quick else {})
     text = page(found, options.device)
     print("\n" + text)
-    if not options.quick and options.only == "abc" and options.device == "cpu":
+    if not options.quick and options.only == ALL and options.device == "cpu":
         kept = PAGE.read_text(encoding="utf-8").split(MARK)[0]
         PAGE.write_text(f"{kept}{MARK}\n\n{text}", encoding="utf-8")
         print(f"written to {PAGE.name}")
@@ -110,6 +119,11 @@ def page(found: dict[str, list[dict[str, Any]]], device: str) -> str:
                 ],
             )
         )
+    if "e" in found:
+        rows = found["e"]
+        table = _table(checkpoint_save.HEAD, [checkpoint_save.cells(row) for row in rows])
+        note = checkpoint_save.note(rows)
+        parts.append(f"### (e) Saving and loading checkpoints\n\n{table}\n\n{note}")
     return "\n\n".join(parts) + "\n"
 
 
