@@ -186,9 +186,14 @@ class Run:
 
     def hidden(self) -> list[str]:
         """What lies beside them and is half a checkpoint, or half gone."""
-        return sorted(p.name for p in self.place.glob(".*") if p.is_dir()) + sorted(
-            str(p.relative_to(self.place)) for p in self.place.glob("**/.*.tmp")
-        )
+        folders: list[str] = []
+        files: list[str] = []
+        for place, below, names in os.walk(self.place):  # takes folders that vanish for empty
+            if place == str(self.place):
+                folders = [name for name in below if name.startswith(".")]
+            temporary = [n for n in names if n.startswith(".") and n.endswith(".tmp")]
+            files += [str(Path(place, n).relative_to(self.place)) for n in temporary]
+        return sorted(folders) + sorted(files)
 
 
 def _nothing(world: World) -> None:
