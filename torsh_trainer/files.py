@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -37,10 +38,16 @@ def write_file(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the disk may be read-only by now
+            temporary.unlink(missing_ok=True)
+        raise of_file(error, path) from error
     sync_folder(path.parent)
+
+
+def of_file(error: OSError, path: Path) -> OSError:
+    """The same error, told of ``path``: what refuses to be written does not say what it is."""
+    return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def sync_folder(folder: Path) -> None:
@@ -76,15 +83,24 @@ def disk_error(error: OSError, doing: str, path: Path, *, setting: str = "") -> 
     ``setting`` names the knob that points elsewhere.
     """
     reason = error.strerror or type(error).__name__
-    if error.filename and path.parent not in Path(os.fsdecode(error.filename)).parents:
-        reason += f" ({os.fsdecode(error.filename)})"
+    if error.filename:
+        reason += _which(Path(os.fsdecode(error.filename)), path)
     move = _NEXT_MOVE.get(error.errno or 0, "check the path")
+    if doing == "read" and isinstance(error, PermissionError):
+        move = "this user may not read it: change its permissions, or name another"
     return ResourceError(
         f"cannot {doing} {path}: {reason}",
         fix=f"{move} ({setting})" if setting else move,
         path=str(path),
         errno=error.errno,
     )
+
+
+def _which(file: Path, path: Path) -> str:
+    """The file that refused, where ``path`` does not say it: by name alone if it lies within."""
+    if path.parent not in file.parents:
+        return f" ({file})"
+    return f" ({file.name})" if len(file.parents) > len(path.parents) else ""
 
 
 def explained(error: Exception, doing: str, path: Path, *, rank: int) -> TorshError:

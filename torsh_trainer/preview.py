@@ -68,11 +68,16 @@ def preview(trainer: Trainer, world: World, *, run_dir: Path) -> Preview:
         with _warnings() as skipped:
             origin = rank.origin
         if origin is None:
-            return Preview(f"nothing is restored: there is no checkpoint in {run_dir}")
+            never = trainer.checkpoint.resume == "never"
+            why = "checkpoint.resume=never" if never else f"there is no checkpoint in {run_dir}"
+            return Preview(f"nothing is restored: {why}")
         setup = _planned(rank.setup, trainer, world, strategy)
         template = rank.loop.state(template=True)
         fit = rank.checkpointer.compare(template, origin.path)
-        found = resume.for_training(origin.plain, setup, fit, allow=trainer.checkpoint.allow)
+        if rank.trains:
+            found = resume.for_training(origin.plain, setup, fit, allow=trainer.checkpoint.allow)
+        else:
+            found = resume.for_evaluation(fit, averaged=trainer.ema_decay is not None)
         told = _Told(rank, origin.plain, setup, template, found)
         return Preview(told.text(origin.path, skipped), bool(found.comparison.refused))
     finally:
@@ -143,14 +148,20 @@ class _Told:
                 parts += ["", title, *map(_shown, rows)]
         if refused:
             parts += ["", f"It is refused: {self.comparison.way_on}."]
-        elif not self._differs():
+        elif self.rank.trains and not self._differs():
             parts += ["", "Nothing is known that would make it differ from a run without a stop."]
+        over = self.rank.is_over(self._position())
+        if over and self.rank.trains and not refused:
+            parts += ["", f"{over[0].upper()}{over[1:]}."]
         return "\n".join(parts)
 
     def restored(self) -> Iterator[Row]:
         engine, saved = self.template["engine"], self.saved
         numbers = sum(tensor.numel() for tensor in engine["model"].values())
         yield "model", f"{len(engine['model'])} tensors, {numbers:,} numbers"
+        if not self.rank.trains:  # nothing else matters to an evaluation
+            yield from self._optional(saved["engine"])
+            return
         for name, facts in self.setup["optimizer"].items():
             if (*resume.OPTIMIZER, name) not in self.found.leave:
                 count = sum(len(group["params"]) for group in facts["groups"])
@@ -158,9 +169,8 @@ class _Told:
         position = self._position()
         total = self.setup["total_steps"]
         of = "" if total is None else f" of {total:,}"
-        where = f"step {position.step:,}{of}, epoch {position.epoch}, {position.samples:,} samples"
-        over = total is not None and position.step >= total
-        yield "position", f"{where}; nothing is left to train" if over else where
+        step = f"step {position.step:,}{of}"
+        yield "position", f"{step}, epoch {position.epoch}, {position.samples:,} samples"
         if self.setup["schedule"]["name"] != "constant" and not self.found.fresh_schedule:
             yield "schedule", f"{self.setup['schedule']['name']}, at update {position.updates:,}"
         yield from self._optional(saved["engine"])
@@ -179,11 +189,13 @@ class _Told:
         if resume.EMA not in self.found.leave and trainer.ema_decay is not None and "ema" in engine:
             updates = engine["ema"]["updates"]
             yield "average", f"ema_decay={trainer.ema_decay}, after {updates:,} updates"
-        if trainer.precision.scales_loss and "loss_scale" in engine:
+        if self.rank.trains and trainer.precision.scales_loss and "loss_scale" in engine:
             yield "loss scale", shown(engine["loss_scale"]["scale"])
 
     def not_restored(self) -> Iterator[Row]:
         engine, trainer = self.saved["engine"], self.rank.trainer
+        if not self.rank.trains:
+            return
         for path in self.found.leave:
             yield path[1], f"{' '.join(path[2:])} begins afresh".strip()
         if self.found.fresh_schedule:
@@ -199,12 +211,15 @@ class _Told:
             yield "callbacks", f"{name} begins afresh: the checkpoint has nothing of it"
 
     def inexact(self) -> Iterator[str]:
+        if not self.rank.trains:
+            return
         yield from self.comparison.inexact
         size, held = self.rank.world.size, len(self.saved["rng"])
         if held < size:
+            where = f" on {size - held} of {size} processes" if held else ""
             yield (
-                f"random numbers outside of forwards begin afresh on {size - held} of {size} "
-                "processes: the checkpoint has none of theirs"
+                f"random numbers outside of forwards begin afresh{where}: "
+                f"the checkpoint has none{' of theirs' if held else ''}"
             )
         if not self.setup["trainer.deterministic"] and self.setup["device"] != "cpu":
             yield "trainer.deterministic=false: some kernels add in an order of their own"

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torsh_trainer.checkpoint.fit import Fit, slots_of
 from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.setup import Comparison, Difference, Setup, by_parameter, compare
+from torsh_trainer.comm.compression.base import Compression
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.stream import reading_processes
 from torsh_trainer.errors import ConfigError
@@ -23,6 +24,8 @@ from torsh_trainer.task import Task
 
 OPTIMIZER: Key = ("engine", "optimizer")
 EMA: Key = ("engine", "ema")
+COMPRESSION: Key = ("engine", "compression")
+"""Residuals that do not fit are left out, and begin at zero: the knob is free to change."""
 
 
 # -- the setup of a run ---------------------------------------------------------------------------
@@ -63,8 +66,12 @@ def task_facts(task: Task) -> dict[str, Any]:
 
 def strategy_facts(strategy: Strategy) -> dict[str, Any]:
     """The strategy with the knobs that are not at their defaults: ``ddp(zero1=True)``."""
-    knobs = ", ".join(f"{name}={value}" for name, value in _not_default(strategy).items())
-    return {"strategy": f"{strategy.name}({knobs})" if knobs else strategy.name}
+    return {"strategy": _called(strategy)}
+
+
+def compression_facts(compression: Compression) -> dict[str, Any]:
+    """The compression with the knobs that are not at their defaults: ``topk(ratio=0.1)``."""
+    return {"compression": _called(compression)}
 
 
 def place_facts(device: torch.device) -> dict[str, Any]:
@@ -114,6 +121,11 @@ def _needs_total(schedule: Schedule) -> bool:
     except ConfigError:
         return True
     return False
+
+
+def _called(named: Strategy | Compression) -> str:
+    knobs = ", ".join(f"{name}={value}" for name, value in _not_default(named).items())
+    return f"{named.name}({knobs})" if knobs else named.name
 
 
 def _not_default(knobs: Any) -> dict[str, Any]:
@@ -176,7 +188,7 @@ def for_training(
     before: Setup = saved.get("setup") or {}
     comparison = compare(before, now, tensors=tensor_differences(fit), allow=allow)
     let = {one.word for one in comparison.allowed}
-    leave: list[Key] = []
+    leave: list[Key] = list(fit.below(COMPRESSION).paths)
     if "optimizer" in let:
         leave += _unfit_optimizers(saved, now, fit)
     if "ema" in let:
@@ -187,7 +199,7 @@ def for_training(
 
 def for_evaluation(fit: Fit, *, averaged: bool) -> Resumption:
     """Only weights matter to a run that does not train: the model's, or their average's."""
-    leave = (OPTIMIZER,) if averaged else (OPTIMIZER, EMA)
+    leave = (OPTIMIZER, COMPRESSION) if averaged else (OPTIMIZER, COMPRESSION, EMA)
     unfit = [
         one for one in tensor_differences(fit) if not one.word or (averaged and one.word == "ema")
     ]
@@ -197,7 +209,7 @@ def for_evaluation(fit: Fit, *, averaged: bool) -> Resumption:
 def tensor_differences(fit: Fit) -> list[Difference]:
     """What names and shapes say; a parameter that differs is not named again for its slots."""
     slots, averages = fit.below(OPTIMIZER), fit.below(EMA)
-    others = set(slots.paths) | set(averages.paths)
+    others = {*slots.paths, *averages.paths, *fit.below(COMPRESSION).paths}
     model = Fit(
         tuple(p for p in fit.missing if p not in others),
         tuple(p for p in fit.unexpected if p not in others),

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 STOPPING = ("SIGINT", "SIGTERM", "SIGUSR1")
+PATIENCE_S = 0.5
 
 
 class Signals:
-    """Within the block, the first stopping signal is remembered; a second SIGINT interrupts.
+    """Within the block, the first stopping signal is remembered; a later SIGINT interrupts.
+
+    One that follows within ``PATIENCE_S`` is an echo (a terminal and a wrapper may both send it).
 
     SIGUSR1 is what SLURM sends ahead of its time limit (``--signal=USR1@60``). Off the main thread,
     where Python allows no handlers, nothing is caught and ``received`` stays 0.
@@ -19,6 +23,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received = 0
+        self._received_s = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -39,6 +44,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
+        if not self.received:
+            self.received, self._received_s = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() > self._received_s + PATIENCE_S:
             raise KeyboardInterrupt
-        self.received = self.received or number

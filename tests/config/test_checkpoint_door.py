@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,10 @@ from torch import nn
 
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.door.contents import Contents
+from torsh_trainer.checkpoint.store.finding import find
 from torsh_trainer.checkpoint.store.places import Location, RemotePath, location
 from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.errors import ResourceError
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,8 @@ def test_list_takes_a_run_its_folder_a_checkpoint_and_a_folder_of_runs(door, run
     assert len(json.loads(door("checkpoint", "list", "sweep", "--json").out)) == 4
     only = json.loads(door("checkpoint", "list", "run/checkpoints/step-00000002", "--json").out)
     assert [one["step"] for one in only] == [2]
+    # Whether another one is newer was not asked.
+    assert "newest" not in door("checkpoint", "list", "run/checkpoints/step-00000002").out
     several = door("checkpoint", "list", "sweep/0", "run", "sweep").out
     folders = [line for line in several.splitlines() if line.endswith("checkpoints")]
     assert folders == ["sweep/0/checkpoints", "run/checkpoints", "sweep/1/checkpoints"]
@@ -150,6 +157,31 @@ def test_verify_misses_a_file_that_is_gone(name, door, run, newest):
     assert "complete, newest" in door("checkpoint", "list", "run").out.splitlines()[2]
 
 
+def test_a_checkpoint_of_a_newer_release_is_not_called_damaged(door, run, newest):
+    content = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps({**content, "version": 99}))
+    says = "has format 99, and this release reads up to"
+    answer = door("checkpoint", "verify", str(newest))
+    assert answer.code == 1
+    assert answer.out.startswith(f"newer    {newest}\n         {says}")
+    assert says in door("checkpoint", "list", "run").out
+    answer = door("checkpoint", "show", str(newest))
+    assert answer.code == 2
+    assert answer.err.startswith(f"error: the checkpoint {newest} {says}")
+    assert answer.err.endswith("; upgrade torsh-trainer to the release that saved it\n")
+    older = door("checkpoint", "show", "run")
+    assert older.out.startswith("run/checkpoints/step-00000002")
+    assert f"passed over run/checkpoints/step-00000004: {says}" in older.err
+
+
+def test_damage_met_while_looking_does_not_talk_of_resuming(door, run, newest):
+    flip_a_bit(newest / "__0_0.distcp")
+    answer = door("checkpoint", "diff", "run", "run")
+    assert answer.code == 1
+    assert "__0_0.distcp is not what was written" in answer.err
+    assert answer.err.endswith("; name another, or copy this one again\n")
+
+
 # -- show -----------------------------------------------------------------------------------------
 
 
@@ -185,6 +217,8 @@ def test_show_prints_settings_position_and_parts(door, run):
     assert answer.out.splitlines()[0] == "run/checkpoints/step-00000004"
     assert re.search(r"position +step 4, updates 4, samples 256", answer.out)
     assert re.search(r"optimizer main +4 parameters: [^:]*weight_decay 0.01", answer.out)
+    first, second = re.findall(r"parameters: (\w+) ", answer.out)
+    assert first == second  # settings come in one order
     assert re.search(r"head\.5\.weight +10 x 128 +float32 +5 KiB +__0_0, __1_0", answer.out)
     assert re.search(r"\*\.exp_avg +8 tensors +float32", answer.out)
     assert max(map(len, answer.out.splitlines())) <= 100
@@ -254,6 +288,24 @@ def test_diff_finds_the_largest_differences_that_plain_torch_finds(door, run, ne
     assert "model           8 of 8 tensors differ" in text
     assert re.search(r"position\.step +2 +4", text)
     assert "more (--top" in text
+
+
+def test_diff_tells_values_as_they_are_configured(door, home):
+    for name, task in {
+        "one": {"flag": True, "limit": None, "rate": 0.1, "stream": bytes(700)},
+        "other": {"flag": False, "limit": 3, "rate": 0.1 + 1e-16, "stream": bytes([1] * 700)},
+    }.items():
+        state = {"engine": {"model": {"a": torch.tensor([float(task["flag"])])}}, "task": task}
+        saved(home / name, state)
+    text = door("checkpoint", "diff", "one", "other").out
+    assert "1 of 1 tensor differs  by up to 1" in text
+    for row in (
+        r"task\.flag +true +false",
+        r"task\.limit +null +3",
+        rf"task\.rate +0\.1 +{0.1 + 1e-16!r}",
+        r"task\.stream +700 bytes +700 bytes",
+    ):
+        assert re.search(row, text), row
 
 
 def test_diff_exits_with_1_only_when_asked(door, run, newest):
@@ -340,6 +392,7 @@ def test_a_run_starts_from_an_export_and_goes_on_from_an_import_of_it(door, run)
         (["diff", "run"], 2, "required"),
         (["diff", "run", "run", "--by", "size"], 2, "invalid choice"),
         (["diff", "run", "run", "--top", "many"], 2, "invalid int"),
+        (["diff", "run", "run", "--top", "0"], 2, "--top 0 is below 1"),
         (["export", "run", "--format", "torhc", "--output", "x"], 2, "did you mean 'torch'"),
         (["export", "run", "--format", "torch", "--output", "empty"], 2, "empty/model.pt"),
         (["export", "run", "--format", "torch", "--output", "quick.yaml"], 2, "--force"),
@@ -362,6 +415,53 @@ def test_bad_input_is_one_sentence_with_the_next_move(args, code, says, door, ru
     assert len(answer.err.splitlines()) == 1
     assert ";" in answer.err
     assert answer.out == ""
+
+
+@contextmanager
+def no_longer_root(home: Path) -> Iterator[None]:
+    """Root may read everything; within the block this process may not. Paths are relative."""
+    home.chmod(0o755)
+    was_root = os.geteuid() == 0
+    if was_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if was_root:
+            os.seteuid(0)
+
+
+def test_what_may_not_be_read_is_told_as_such(door, run, home):
+    (home / "secret.pt").write_bytes(b"")
+    closed = [run / "checkpoints" / "step-00000004", home / "secret.pt", run]
+    commands = {
+        ("checkpoint", "list", "run"): "run",
+        ("checkpoint", "diff", "run", "run"): "run",
+        ("checkpoint", "import", "secret.pt", "--output", "x"): "secret.pt",
+        ("rerun", "run", "--dry-run"): "run/.hydra/overrides.yaml",
+    }
+    for command in commands:  # what this imports is root's too
+        assert "cannot read run" not in door(*command).err
+    for path in closed:
+        path.chmod(0)
+    with no_longer_root(home):
+        answers = [door(*command) for command in commands]
+        with pytest.raises(ResourceError, match=r"cannot read run.*may not read it"):
+            find("run", home)
+    for path in reversed(closed):
+        path.chmod(0o755)
+    for answer, file in zip(answers, commands.values(), strict=True):
+        assert answer.code == 1
+        assert answer.err.startswith(f"error: cannot read {file}")
+        assert "Permission denied; this user may not read it: change its permissions" in answer.err
+        assert len(answer.err.splitlines()) == 1
+
+
+def test_an_import_that_cannot_be_written_names_its_own_option(door, home):
+    torch.save({"a": torch.ones(2)}, "a.pt")
+    answer = door("checkpoint", "import", "a.pt", "--output", "/proc/x")
+    assert answer.code == 1
+    assert answer.err.endswith("(--output)\n")
 
 
 def test_a_checkpoint_of_an_odd_model_can_be_looked_at(door, home):

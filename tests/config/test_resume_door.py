@@ -45,6 +45,39 @@ def test_a_run_goes_on_with_what_is_allowed_to_differ(door, first, home):
     assert (result["steps"], result["samples"]) == (4, 2 * 32 + 2 * 16)
 
 
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        (["trainer.max_epochs=2", "trainer.max_steps=null"], "trainer.max_epochs=2; raise trainer"),
+        # The other one was raised, and this one ends the run all the same.
+        (["trainer.max_epochs=2", "trainer.max_steps=900"], "trainer.max_epochs=2; raise trainer"),
+        (
+            ["trainer.max_epochs=null", "trainer.max_steps=80"],
+            "trainer.max_steps=80; raise trainer",
+        ),
+        (
+            ["trainer.max_epochs=2", "trainer.max_steps=80"],
+            "trainer.max_steps=80 and trainer.max_epochs=2; raise trainer.max_steps and trainer.m",
+        ),
+    ],
+)
+def test_a_run_with_nothing_left_to_train_names_the_knob_to_raise(knobs, says, door, home):
+    """Two epochs are 80 steps."""
+    base = ("+recipe=quick.yaml", "strategy=single", "trainer.eval_every=null")
+    base = (*base, "trainer.stages=[fit,test]", "checkpoint.at_end=true")
+    answer = door(*base, "trainer.max_epochs=2", "trainer.max_steps=null", "hydra.run.dir=runs/a")
+    assert answer.code == 0, answer.err
+    assert json.loads((home / "runs/a/result.json").read_text())["steps"] == 80
+    assert "nothing is left" not in (home / "runs/a/logs/rank-0.log").read_text()
+    again = door(*base, *knobs, "checkpoint.resume=runs/a", "hydra.run.dir=runs/b")
+    assert again.code == 0, again.err
+    told = (home / "runs/b/logs/rank-0.log").read_text()
+    assert f"nothing is left to train: step 80 has reached {says}" in told
+    assert "test_accuracy" in json.loads((home / "runs/b/result.json").read_text())["metrics"]
+    dry = door("rerun", "runs/a", "--dry-run", *knobs)
+    assert f"Nothing is left to train: step 80 has reached {says}" in " ".join(dry.out.split())
+
+
 def test_a_misspelt_word_is_answered_with_the_nearest(door, first):
     answer = door(*TRAINED, "checkpoint.allow=[optimiser]")
     assert answer.code == 2
@@ -62,7 +95,8 @@ def test_a_dry_run_says_what_would_be_restored_and_writes_nothing(door, first, h
     said = " ".join(answer.out.split())
     assert "step-00000002 is whole; single on 1 process saved it" in said
     assert "optimizer main: AdamW of" in said
-    assert "step 2 of 2, epoch 0, 64 samples; nothing is left to train" in said
+    assert "step 2 of 2, epoch 0, 64 samples" in said
+    assert "Nothing is left to train: step 2 has reached trainer.max_steps=2; raise" in said
     assert "goes on in epoch 0 after 64 of" in said
     assert "Nothing is known that would make it differ from a run without a stop." in said
 
@@ -88,6 +122,10 @@ def test_a_dry_run_says_what_overrides_change_and_what_will_be_inexact(door, fir
     assert "data.micro_batch_size was 32 and is 8" in inexact
     assert "strategy was single and is ddp" in inexact
     assert "on 1 of 2 processes: the checkpoint has none of theirs" in inexact
+    # What is shown may be typed as it is.
+    changed = "rerun runs/first trainer.max_steps=9 optimizer.lr=0.5 data.micro_batch_size=8"
+    for line in answer.out.splitlines()[:2]:
+        assert line.startswith(changed)
 
 
 def test_a_dry_run_names_what_would_be_refused_and_exits_as_the_run_would(door, first, home):
@@ -130,6 +168,22 @@ def test_a_dry_run_reports_on_the_checkpoint_that_an_override_names(door, first,
     answer = door("rerun", str(first), "--dry-run", "checkpoint.resume=runs/nowhere")
     assert answer.code == 2
     assert "checkpoint.resume=runs/nowhere: nothing is there" in answer.err
+
+
+def test_a_dry_run_of_an_evaluation_takes_the_model_alone(door, first):
+    answer = door("rerun", str(first), "--dry-run", "trainer.stages=[test]", "trainer.seed=9")
+    assert answer.code == 0, answer.err
+    _, _, restored = answer.out.partition("restored\n")
+    assert restored.split()[0] == "model"
+    assert len(restored.splitlines()) == 1
+    refused = door("rerun", str(first), "--dry-run", "trainer.stages=[test]", "model.hidden=[7]")
+    assert refused.code == 2
+    assert "other shapes: engine.model." in refused.out
+
+
+def test_a_dry_run_that_begins_afresh_does_not_deny_the_checkpoint(door, first):
+    answer = door("rerun", str(first), "--dry-run", "checkpoint.resume=never")
+    assert (answer.code, answer.out) == (0, "nothing is restored: checkpoint.resume=never\n")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -119,6 +120,7 @@ class Run:
     at_end: bool = True
     eval_every: int | None = None
     checkpoints: Path | None = None
+    resume: str = "auto"
 
     @property
     def place(self) -> Path:
@@ -132,6 +134,7 @@ class Run:
             keep_last=self.keep_last,
             mode=self.mode,
             at_end=self.at_end,
+            resume=self.resume,
         )
         return Trainer(
             task=Regression(),
@@ -308,9 +311,13 @@ class Lives:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.undisturbed = cache(self._undisturbed)
+        self._made = cache(self._undisturbed)
 
-    def _undisturbed(self, strategy: str, mode: str = "sync") -> Undisturbed:
+    def undisturbed(self, strategy: str, mode: str = "sync") -> Undisturbed:
+        """The one run of that kind that nobody touches, made when it is first asked for."""
+        return self._made(strategy, mode)  # one form of call: for the cache another is another
+
+    def _undisturbed(self, strategy: str, mode: str) -> Undisturbed:
         """Trained once without saves and once with one each step, which must change nothing."""
         place = self._folder / f"{strategy}-{mode}"
         plain = Run(place / "plain", strategy, every_steps=10**9, mode=mode)
@@ -330,3 +337,80 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
     """Runs on two ranks that may be killed; see ``Run.live``."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return Lives(tmp_path_factory.mktemp("lives"))
+
+
+# -- a disk of one's own --------------------------------------------------------------------------
+
+
+class Disk:
+    """A file system of limited size that can be full, or read-only, and harms nobody else.
+
+    A process holds it in namespaces of its own (``unshare``): that needs no root, and the mount is
+    gone when the process is, however that happens. All others reach it through that process's root
+    under /proc.
+    """
+
+    def __init__(self, mountpoint: Path, size_bytes: int, *, files: int = 0) -> None:
+        self._mountpoint = mountpoint
+        self._shell = subprocess.Popen(
+            ["unshare", "--user", "--map-root-user", "--mount", "sh"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        limits = f"size={size_bytes},nr_inodes={files}"  # 0 is as many as one likes
+        self._tell(f"mount -t tmpfs -o {limits} tmpfs {mountpoint}")
+        self.path = Path(f"/proc/{self._shell.pid}/root{mountpoint}")
+
+    def read_only(self) -> None:
+        """Nothing can be written any more, as after an error of the disk."""
+        # Another mount on top: the one below has files that are open for writing, and is busy.
+        self._tell(f"mount --bind {self._mountpoint} {self._mountpoint}")
+        self._tell(f"mount -o remount,bind,ro {self._mountpoint}")
+
+    def writable(self) -> None:
+        """As it was before ``read_only``."""
+        self._tell(f"umount {self._mountpoint}")
+
+    def close(self) -> None:
+        self._shell.kill()
+        self._shell.communicate()
+
+    def _tell(self, command: str) -> None:
+        assert self._shell.stdin is not None
+        assert self._shell.stdout is not None
+        said = []
+        try:
+            self._shell.stdin.write(f"{command}; echo status $?\n")
+            self._shell.stdin.flush()
+        except BrokenPipeError:  # unshare itself was refused, and has said why
+            pass
+        for line in self._shell.stdout:
+            if line == "status 0\n":
+                return
+            said.append(line)
+            if line.startswith("status "):
+                break
+        self.close()
+        pytest.fail(
+            f"`{command}` failed in a namespace of its own: {''.join(said)}This test needs a disk "
+            "that can be full: allow user namespaces here (sysctl kernel.unprivileged_userns_clone "
+            "or kernel.apparmor_restrict_unprivileged_userns; docker run --privileged)"
+        )
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
+    """``disk(size_bytes, files=0)``: a new ``Disk``, gone after the test."""
+    disks: list[Disk] = []
+
+    def make(size_bytes: int, **limits: int) -> Disk:
+        mountpoint = tmp_path / f"disk-{len(disks)}"
+        mountpoint.mkdir()
+        disks.append(Disk(mountpoint, size_bytes, **limits))
+        return disks[-1]
+
+    yield make
+    for one in disks:
+        one.close()

@@ -582,12 +582,19 @@ def test_a_path_may_be_a_checkpoint_a_run_directory_or_a_folder_of_checkpoints(t
 
 def test_a_path_without_a_checkpoint_is_a_configuration_error(tmp_path):
     (tmp_path / "7").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"no checkpoint in .*7; start with checkpoint.resume=never, or"
-    ):
-        find(str(tmp_path / "7"), tmp_path)
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume=atuo: nothing is there; give auto"):
-        find("atuo", tmp_path)
+    (tmp_path / "notes.txt").write_text("7")
+    save_steps(tmp_path / "runs" / "first" / "checkpoints", 1)
+    for given, says in {
+        str(tmp_path / "7"): r"there is no checkpoint in .*7; give auto, never, or the path of",
+        str(tmp_path / "8" / "9"): "nothing is there; give auto, never, or the path of",
+        str(tmp_path / "notes.txt"): "that is a file, and a checkpoint is a folder; give auto",
+        str(tmp_path / "runs"): r"in .*runs; name a run in it, such as .*runs/first",
+        str(tmp_path / "runs" / "frist"): "nothing is there; did you mean 'first'",
+        "Auto": r"checkpoint\.resume=Auto: nothing is there; did you mean 'auto'",
+        "": r"checkpoint\.resume=: nothing is there; give auto, never, or the path of",
+    }.items():
+        with pytest.raises(ConfigError, match=says):
+            find(given, tmp_path)
 
 
 def test_looking_for_checkpoints_needs_no_torch(tmp_path):

@@ -7,14 +7,18 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import zlib
+from array import array
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from torsh_trainer.checkpoint import saving
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.store import summing
@@ -190,15 +194,94 @@ def test_a_save_that_failed_leaves_no_plan_behind(tmp_path, plans):
     assert torch.equal(loaded["w"], torch.ones(3))
 
 
-def test_at_most_one_save_is_under_way(tmp_path):
+def test_a_save_waits_until_the_one_under_way_is_on_disk(tmp_path, monkeypatch):
+    seen: list[str] = []
+    disk_answers = threading.Event()
+    stage, write_tensors = Planner.stage, saving.write_tensors
+
+    def staging(self):
+        stage(self)
+        seen.append("copied")
+
+    def writing(planner, folder):
+        disk_answers.wait(60)
+        written = write_tensors(planner, folder)
+        seen.append("written")
+        return written
+
+    monkeypatch.setattr(Planner, "stage", staging)
+    monkeypatch.setattr(saving, "write_tensors", writing)
     saver = checkpointer(tmp_path, "async")
-    for step in range(1, 5):
-        saver.save(step, {"w": torch.ones(200_000)}, {})
-        assert saver._planner.staging.size_bytes < 200_000 * 4 + 64
-        for older in range(1, step):
-            assert (tmp_path / f"step-{older:08d}" / "manifest.json").exists()
+    saver.save(1, {"w": torch.full((9,), 1.0)}, {})  # the loop does not wait for the disk
+    assert seen == ["copied"]
+    second = threading.Thread(target=saver.save, args=(2, {"w": torch.full((9,), 2.0)}, {}))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()  # for a second one it does, and does not even copy
+    assert seen == ["copied"]
+    disk_answers.set()
+    second.join()
     saver.close()
+    assert seen == ["copied", "written"] * 2
+    for step in (1, 2):
+        loaded = saver.load({"w": torch.zeros(9)}, step)
+        assert torch.equal(loaded["w"], torch.full((9,), float(step)))
+
+
+def resident_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
+
+
+def test_saves_in_quick_succession_hold_one_copy_of_memory(tmp_path):
+    state = {"w": torch.ones(16 << 20)}
+    own = state["w"].nbytes
+    checkpointer(tmp_path / "warm").save(1, {"w": torch.ones(1 << 20)}, {})  # imports and the like
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    before = resident_bytes("VmRSS")
+    saver = checkpointer(tmp_path / "here", "async")
+    for step in range(1, 5):
+        saver.save(step, state, {})
+        assert own <= saver._planner.staging.size_bytes < own + 64
+        for older in range(1, step):
+            assert (tmp_path / f"here/step-{older:08d}/manifest.json").exists()
+    saver.close()
+    assert 0.9 * own < resident_bytes("VmHWM") - before < 1.5 * own
+    assert resident_bytes("VmRSS") - before < 0.5 * own
     assert saver.steps() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_only_the_file_is_summed_up_and_what_others_save_meanwhile_as_ever(
+    tmp_path, monkeypatch, mode
+):
+    settings: list[bool] = []
+    resolve = Planner.resolve_data
+
+    def noting(self, item):
+        settings.append(torch.serialization.get_crc32_options())
+        other = threading.Thread(
+            target=lambda: settings.append(torch.serialization.get_crc32_options())
+        )
+        other.start()
+        other.join()
+        return resolve(self, item)
+
+    monkeypatch.setattr(Planner, "resolve_data", noting)
+    saver = checkpointer(tmp_path, mode)
+    path = saver.save(1, {"w": torch.ones(9)}, {})
+    saver.close()
+    assert settings == [False, True]
+    assert torch.serialization.get_crc32_options()
+    plain = {"w": torch.zeros(9)}
+    dcp.load(plain, checkpoint_id=path, no_dist=True)  # plain PyTorch asks for no such sum
+    assert torch.equal(plain["w"], torch.ones(9))
+    piece = next(path.glob("*.distcp"))
+    content = bytearray(piece.read_bytes())
+    content[content.index(array("f", [1.0] * 9).tobytes())] ^= 1
+    piece.write_bytes(content)
+    with pytest.raises(ResourceError, match=f"{piece.name} is not what was written"):
+        saver.load({"w": torch.zeros(9)})
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

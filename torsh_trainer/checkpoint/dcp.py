@@ -103,13 +103,15 @@ class DcpCheckpointer(Checkpointer):
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Location:
         """Saves, or with ``mode=async`` copies and begins to save; ``wait`` and every other call
         end that and raise its error."""
-        from torsh_trainer.checkpoint.saving import Saving  # imported late: see _plan
+        from torsh_trainer.checkpoint.saving import Saving, begun  # imported late: see _plan
 
         self.wait()
         target = self.folder / folder_name(step)
         self._check_monitor(metrics)
         planner = self._plan(state, target)
-        room = self._from_main("save the checkpoint", target, lambda: self._store.begin(step))
+        room = self._from_main(
+            "save the checkpoint", target, lambda: begun(self._store, step, target, planner)
+        )
 
         def make_visible(written: list[Written]) -> None:
             self._store.clean(room)
@@ -140,10 +142,10 @@ class DcpCheckpointer(Checkpointer):
         parts = self._comm.all_gather_object(part)
         error = saving.publish(parts) if self._comm.world.is_main else None
         error = self._comm.broadcast_object(error)
-        error = part.error or error  # this rank's own still has its cause
         saving.join()
         if error is not None:
-            raise error
+            # The same words everywhere; a rank that failed itself still has its cause.
+            raise error from (part.error and part.error.__cause__) or error.__cause__
 
     def close(self) -> None:
         try:

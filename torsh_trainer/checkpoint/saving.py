@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torsh_trainer import errors
 from torsh_trainer.checkpoint.store.places import Location, Unreachable, names, told, write
+from torsh_trainer.checkpoint.store.refusal import advised
 from torsh_trainer.checkpoint.store.stores import Room, Store
 from torsh_trainer.checkpoint.tensors.disk import Written, write_tensors
 from torsh_trainer.checkpoint.tensors.planner import Planner
@@ -20,6 +21,8 @@ from torsh_trainer.files import strict_json
 from torsh_trainer.world import World
 
 log = logging.getLogger("torsh_trainer")
+
+DOING = "save the checkpoint"
 
 _AFTER_THE_END_S = 30.0
 """How long a save may go on when the program has ended without closing the checkpointer."""
@@ -130,18 +133,20 @@ class Saving:
             error = self._attempt(lambda: self._make_visible(written))
         if error is not None:
             self._store.discard(self._room)
+            error = advised(error, self._store.folder, size_bytes=self._planner.whole_size_bytes)
         return error
 
     def _attempt(self, action: Callable[[], object]) -> TorshError | None:
-        doing = "save the checkpoint"
         try:
             action()
         except Exception as error:  # noqa: BLE001 - it is raised on every rank by wait()
-            return told(error, doing, self._room.target, rank=self._world.rank)
+            return told(error, DOING, self._room.target, rank=self._world.rank)
         return None
 
     def _run(self) -> None:
         part = self.write()
+        if part.error is not None:
+            self._warn(part.error)
         if not self._world.is_main:
             # Where it cannot be written, the loop's next call tells rank 0.
             with contextlib.suppress(OSError, Unreachable):
@@ -149,7 +154,13 @@ class Saving:
             return
         others = self._await_others()
         if others is not None:
-            self.publish([part, *others])
+            error = self.publish([part, *others])
+            if error is not None and part.error is None:
+                self._warn(error)
+
+    def _warn(self, error: TorshError) -> None:
+        """Tells at once what the loop will hear of with its next call, which may be hours away."""
+        log.warning("%s. Training goes on, and the next save tries again", error)
 
     def _await_others(self) -> list[Part] | None:
         """What the other ranks wrote; None when the loop came first, or the program is over."""
@@ -175,3 +186,16 @@ class Saving:
 
     def _marker(self, rank: int) -> Location:
         return self._room.writing / f".part-{rank}"
+
+
+def begun(store: Store, step: int, target: Location, planner: Planner) -> Room:
+    """Room for a checkpoint, as ``Store.begin`` makes it; on rank 0.
+
+    Raises:
+        ResourceError: the disk refused.
+    """
+    try:
+        return store.begin(step)
+    except OSError as error:
+        refused = told(error, DOING, target, rank=0)
+        raise advised(refused, store.folder, size_bytes=planner.whole_size_bytes) from error

@@ -20,7 +20,7 @@ WORDS = {
     "batch": "it goes on after as many samples, in steps of the new size",
     "optimizer": "its settings are the new ones; state is kept where class and shapes allow it",
     "schedule": "it starts afresh, with the learning rates of the configuration",
-    "ema": "the average is dropped, or begins at the weights that were loaded",
+    "ema": "an average that was kept is dropped; a new one begins at the weights that were loaded",
     "task": "the weights stay, and are trained for another task",
 }
 """What ``checkpoint.allow`` may name -> what then happens."""

@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from torsh_trainer import environments
+from torsh_trainer.checkpoint.store.lock import check_free
 from torsh_trainer.config import sweep, tracebacks
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import GROUPS, SETTINGS
@@ -80,6 +81,7 @@ class Job:
         try:
             self._check_task(settings)
             RunDir.check(run_dir)
+            check_free(RunDir(run_dir).checkpoints)
         except TorshError:
             _remove_empty(run_dir)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import RECIPE, YAML, find_roots
 from torsh_trainer.config.wording import plain
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.files import disk_error
 
 USAGE = "write rerun RUN_DIRECTORY [OVERRIDE ...]"
 _RESUME = "checkpoint.resume"
@@ -107,8 +109,9 @@ def dry_run(line: CommandLine, *, preview: Preview, env: Mapping[str, str]) -> i
         config, run_dir=Path(run), env=env, import_paths=import_paths(again.config_dir)
     )
     if not named:
-        print(f"rerun {run} {begins}, in a new directory.")
-        print(f"rerun {run} {_RESUME}={run} goes on from its newest checkpoint:\n")
+        what = shlex.join(["rerun", run, *later])
+        print(f"{what} {begins}, in a new directory.")
+        print(f"{what} {_RESUME}={shlex.quote(run)} goes on from its newest checkpoint:\n")
     print(text)
     return ConfigError.exit_code if refused else 0
 
@@ -130,14 +133,17 @@ def merged(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
 
 def _saved(run: Path, name: str) -> Any:
     path = run / ".hydra" / name
-    if not run.is_dir():
-        raise ConfigError(f"{run} is no directory", fix=USAGE)
-    if not path.is_file():
-        raise ConfigError(
-            f"{run} is no run of this command line: it has no .hydra/{name}",
-            fix="give the directory that a run printed, such as runs/digits/2031-01-31_18-30-05",
-        )
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        if not run.is_dir():
+            raise ConfigError(f"{run} is no directory", fix=USAGE)
+        if path.is_file():
+            return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise disk_error(error, "read", path) from error
+    raise ConfigError(
+        f"{run} is no run of this command line: it has no .hydra/{name}",
+        fix="give the directory that a run printed, such as runs/digits/2031-01-31_18-30-05",
+    )
 
 
 def _check_file(text: str, run: Path) -> None:

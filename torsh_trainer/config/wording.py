@@ -170,6 +170,8 @@ def _no_such_knob(key: str, parent: str, part: str, node: DictConfig) -> ConfigE
     offer = nearest(part, [f"{name}" for name in names])
     if offer.startswith("did you mean"):
         offer = re.sub(r"'([\w-]+)'", rf"{parent}.\1", offer) if parent else offer
+    elif not names and target is None:  # such as storage_options: whatever a user gives it
+        offer = f"{parent} is empty, and takes what you add: +{key}=VALUE"
     elif not names:
         offer = f"{parent} has no knobs"
     else:

@@ -6,6 +6,7 @@ What needs torch is imported by the word that needs it: the rest answers in mill
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from torsh_trainer.checkpoint.door.printing import counted, number, size, table,
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.checkpoint.store.retention import is_name
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.files import strict_json
+from torsh_trainer.files import disk_error, strict_json
 
 FORMATS = ("safetensors", "torch", "lightning", "hf")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -34,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         ConfigError: there is no such checkpoint, or the command line makes no sense.
-        ResourceError: a checkpoint is damaged, a file cannot be written, a library is missing.
+        ResourceError: a checkpoint is damaged, a file cannot be read or written, a library is
+            missing.
     """
     words = {
         "list": _list,
@@ -48,16 +50,24 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-") and argv[0] not in words:
         raise ConfigError(f"checkpoint {argv[0]}: no such word", fix=nearest(argv[0], words))
     options = _parser().parse_args(argv)
-    return words[options.word](options)
+    try:
+        return words[options.word](options)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise disk_error(error, "read", Path(os.fsdecode(error.filename))) from error
 
 
 def _list(options: argparse.Namespace) -> int:
-    folders = inspection.gather(_places(options))
+    places = _places(options)
+    folders = inspection.gather(places)
     if options.json:
         print(strict_json([_listed(one) for looks in folders.values() for one in looks]))
         return 0
     for i, (folder, looks) in enumerate(folders.items()):
-        latest = inspection.newest(looks)
+        # Of checkpoints that were named one by one, nobody looked at their neighbours.
+        chosen = all(one.path in places for one in looks)
+        latest = None if chosen else inspection.newest(looks)
         rows = [_row(one, newest=one is latest) for one in looks]
         head = ["step", "saved", "processes", "strategy", "size", "metrics", "state"]
         print(*([""] if i else []), folder, *table([head, *rows], right=(0, 2, 4)), sep="\n")
@@ -120,7 +130,7 @@ def _verify(options: argparse.Namespace) -> int:
     verdicts = [inspection.examine(one.path) for looks in folders.values() for one in looks]
     for verdict in verdicts:
         if verdict.damages:
-            print(f"damaged  {verdict.path}")
+            print(f"{'newer  ' if verdict.newer else 'damaged'}  {verdict.path}")
         else:
             files = counted(verdict.files, "file")
             print(f"whole    {verdict.path} ({files}, {size(verdict.size_bytes)})")
@@ -132,6 +142,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    if options.top < 1:
+        raise ConfigError(f"--top {options.top} is below 1", fix="give 1 or more")
     paths = [_chosen(path, options) for path in (options.a, options.b)]
     from torsh_trainer.checkpoint.door import comparing
     from torsh_trainer.checkpoint.door.contents import Contents
@@ -366,7 +378,12 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         help="names of the optimizers (default: main, others)",
     )
     add("--step", type=int, metavar="N", help="updates made so far (default: what the file says)")
-    add("--samples", type=int, metavar="N", help="samples consumed so far (default: 0)")
+    add(
+        "--samples",
+        type=int,
+        metavar="N",
+        help="samples consumed so far (default: what the file says, or 0)",
+    )
 
 
 def _add_paths(parser: argparse.ArgumentParser) -> None:

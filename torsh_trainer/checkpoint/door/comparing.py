@@ -138,15 +138,16 @@ def _summary(found: Comparison) -> list[str]:
     rows = []
     for part, count in found.compared.items():
         mine = [difference for difference in found.differences if difference.part == part]
+        verb = "differs" if count == 1 else "differ"
         worst = max((d.absolute for d in mine if d.absolute is not None), default=None)
         rows.append(
             [
                 part,
-                f"{len(mine):,} of {counted(count, 'tensor')} differ" if mine else "the same",
+                f"{len(mine):,} of {counted(count, 'tensor')} {verb}" if mine else "the same",
                 "" if worst is None else f"by up to {number(worst)}",
             ]
         )
-    return table(rows)
+    return table(rows) or ["  no tensor in common"]
 
 
 def _largest(differences: Sequence[Difference], *, top: int, by: str, width: int) -> list[str]:
@@ -208,6 +209,10 @@ def _folded(values: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]
 
 
 def _told(value: Any) -> str:
+    if isinstance(value, bytes):  # of a random stream: nobody reads them
+        return counted(len(value), "byte")
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     return repr(value) if isinstance(value, str) and not isinstance(value, _Told) else str(value)
 
 

@@ -22,6 +22,7 @@ from torsh_trainer.checkpoint.state import read_state
 from torsh_trainer.checkpoint.store.integrity import Manifest, read_manifest, verify
 from torsh_trainer.checkpoint.store.places import Location, told
 from torsh_trainer.checkpoint.tensors import disk as stored
+from torsh_trainer.errors import ResourceError
 
 _MODEL = ("engine", "model")
 _AVERAGES = ("engine", "ema", "averages")
@@ -89,7 +90,13 @@ class Contents:
             ResourceError: a file is missing or damaged; the message names it.
             ConfigError: a newer release wrote it.
         """
-        manifest = verify(path) if verified else read_manifest(path)
+        try:
+            manifest = verify(path) if verified else read_manifest(path)
+        except ResourceError as error:
+            if "why" not in error.facts:
+                raise
+            fix = "name another, or copy this one again"  # who looks at one does not resume
+            raise ResourceError(error.sentence, fix=fix, **error.facts) from error
         plain = read_state(path)
         metadata = stored.read_metadata(path)
         return cls(path, manifest, plain, _entries(metadata), metadata)

@@ -20,7 +20,7 @@ from torsh_trainer.checkpoint.plain import encode
 from torsh_trainer.checkpoint.store.places import Location
 from torsh_trainer.checkpoint.store.retention import folder_name, is_named
 from torsh_trainer.comm.local import LocalCommunicator
-from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.lookup import shown
 from torsh_trainer.schedule.torch_scheduler import SETTINGS
 from torsh_trainer.weights import WRAPPERS, find_weights, open_weights, read_torch
@@ -96,10 +96,13 @@ def import_file(wanted: Import) -> tuple[Location, list[str]]:
     )
     facts = {"imported_from": str(wanted.file), "format": read.kind}
     saver = DcpCheckpointer(wanted.output, LocalCommunicator(), CheckpointOptions(), facts=facts)
-    saver.claim()
     try:
+        saver.claim()
         path = saver.save(step, state, {})
         saver.close()
+    except ResourceError as error:  # which knows only the knob of a run
+        fix = error.fix.replace("checkpoint.dir", "--output")
+        raise ResourceError(error.sentence, fix=fix, **error.facts) from error
     finally:
         saver.release()
     return path, [*_notes(wanted, read, path, step, samples), *notes]
@@ -328,9 +331,8 @@ def _names_in(path: Path | None, total: int, weights: Mapping[str, Tensor]) -> l
     try:
         names = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--parameters {path} cannot be read: {error}", fix="correct it"
-        ) from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"--parameters {path}: {why}", fix="correct the path") from error
     if len(names) != total or len(set(names)) != total:
         raise ConfigError(
             f"--parameters {path} has {len(set(names))} names for {total} parameters",

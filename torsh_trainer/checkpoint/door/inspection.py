@@ -23,6 +23,7 @@ from torsh_trainer.checkpoint.store.summing import spare_threads
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
 
 _DEPTH = 4  # how far below a folder runs are looked for
+_UPGRADE = "upgrade torsh-trainer to the release that saved it"
 _NONE_THERE = (
     "give a checkpoint (.../step-00000100), a run directory, or a folder with some below it"
 )
@@ -32,12 +33,14 @@ _NONE_THERE = (
 class Look:
     """A checkpoint as its manifest and the sizes of its files say; no content was read.
 
-    ``problem`` says in a few words why it is not whole, and is empty where it is.
+    ``problem`` says in a few words why it is not whole, and is empty where it is; ``newer`` that a
+    newer release wrote it, which is no damage.
     """
 
     path: Location
     manifest: Manifest | None
     problem: str = ""
+    newer: bool = False
 
     @property
     def size_bytes(self) -> int | None:
@@ -51,7 +54,8 @@ class Look:
 class Verdict:
     """A checkpoint after every byte was read: ``damages`` has a phrase for each damaged file.
 
-    ``strangers`` are files beside it that its manifest does not know; they do no harm.
+    ``strangers`` are files beside it that its manifest does not know; they do no harm. Of one that
+    a ``newer`` release wrote nothing is known.
     """
 
     path: Location
@@ -59,6 +63,7 @@ class Verdict:
     size_bytes: int
     damages: Sequence[str] = ()
     strangers: Sequence[str] = ()
+    newer: bool = False
 
 
 def look(path: Location) -> Look:
@@ -72,13 +77,13 @@ def look(path: Location) -> Look:
     except Unreachable:
         raise
     except TorshError as error:
-        return Look(path, None, _why(error))
+        return Look(path, None, _why(error, path), newer=isinstance(error, ConfigError))
     try:
         check_sizes(path, manifest)
     except Unreachable:
         raise
     except TorshError as error:
-        return Look(path, manifest, _why(error))
+        return Look(path, manifest, _why(error, path))
     return Look(path, manifest)
 
 
@@ -111,7 +116,8 @@ def choose(path: Location) -> tuple[Location, list[Look]]:
     Returns it, and what is not whole and may be newer.
 
     Raises:
-        ConfigError: nothing is there, no checkpoint is, or several runs are.
+        ConfigError: nothing is there, no checkpoint is, several runs are, or a newer release
+            wrote it.
         ResourceError: it is damaged, as far as sizes tell.
     """
     folders = gather([path])
@@ -126,6 +132,8 @@ def choose(path: Location) -> tuple[Location, list[Look]]:
     found = newest(looks)
     if found is None:
         worst = max(looks, key=_sequence)
+        if worst.newer:
+            raise ConfigError(f"the checkpoint {worst.path} {worst.problem}", fix=_UPGRADE)
         raise ResourceError(
             f"the checkpoint {worst.path} cannot be used: {worst.problem}",
             fix="name another, or copy this one again",
@@ -148,7 +156,7 @@ def examine(path: Location) -> Verdict:
     except Unreachable:
         raise
     except TorshError as error:
-        return Verdict(path, 0, 0, [_why(error)])
+        return Verdict(path, 0, 0, [_why(error, path)], newer=isinstance(error, ConfigError))
     there = sizes(path)
     damages = [
         phrase
@@ -215,6 +223,6 @@ def _sequence(one: Look) -> int:
     return one.manifest.sequence if one.manifest else 0
 
 
-def _why(error: TorshError) -> str:
+def _why(error: TorshError, path: Location) -> str:
     """The reason alone: the reader sees the path beside it."""
-    return str(error.facts.get("why", error.sentence))
+    return str(error.facts.get("why", error.sentence.removeprefix(f"{path} ")))

@@ -122,9 +122,10 @@ def _facts(contents: Contents, width: int) -> list[str]:
         *_schedule(plain.get("schedule", {})),
     ]
     for name, optimizer in contents.optimizers.items():
-        for i, group in enumerate(optimizer.get("groups", [])):
+        groups = optimizer.get("groups", [])
+        for i, group in enumerate(groups):
             title = f"optimizer {name}" if i == 0 else ""
-            rows.append((title, _group(group)))
+            rows.append((title, _group(group, order=groups[0])))
     for name, value in {**plain.get("engine", {}), **plain}.items():
         if name not in (*_SHOWN_ABOVE, "model", "optimizer") and flat(value) != {"": value}:
             rows.append((name, _others(value)))
@@ -145,11 +146,13 @@ def _schedule(schedule: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("schedule", "; ".join(filter(None, told)))]
 
 
-def _group(group: Mapping[str, Any]) -> str:
+def _group(group: Mapping[str, Any], *, order: Iterable[str]) -> str:
     settings = {
         key: value
-        for key, value in group.items()
-        if key not in ("params", "param_names") and value is not None and value is not False
+        for key in dict.fromkeys([*order, *group])
+        if key not in ("params", "param_names")
+        and (value := group.get(key)) is not None
+        and value is not False
     }
     return f"{counted(len(group.get('params', ())), 'parameter')}: {_settings(settings)}"
 

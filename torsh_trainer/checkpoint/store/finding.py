@@ -5,12 +5,14 @@ Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torsh_trainer.checkpoint.store.integrity import MANIFEST, verify
-from torsh_trainer.checkpoint.store.places import Location, Unreachable, location
+from torsh_trainer.checkpoint.store.places import Location, Unreachable, location, subfolders
 from torsh_trainer.checkpoint.store.retention import (
     candidates,
     complete,
@@ -19,7 +21,8 @@ from torsh_trainer.checkpoint.store.retention import (
     newest_first,
     recorded,
 )
-from torsh_trainer.errors import ConfigError, ResourceError, TorshError
+from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
+from torsh_trainer.files import disk_error
 
 log = logging.getLogger("torsh_trainer")
 
@@ -50,6 +53,7 @@ def offers(
 
     Raises:
         ConfigError: the path is not there, or holds no checkpoint.
+        ResourceError: it cannot be read.
         Unreachable: a remote store did not answer.
     """
     if resume == "never":
@@ -57,19 +61,40 @@ def offers(
     if resume == "auto":
         return _newest_first(folder)
     path = location(resume, storage_options)
-    if not path.exists():
-        raise ConfigError(
-            f"checkpoint.resume={resume}: nothing is there",
-            fix="give auto, never, or the path of a checkpoint (.../step-00000100) "
-            "or of a run directory",
-            resume=resume,
-        )
+    try:
+        return _offered(resume, path)
+    except OSError as error:
+        raise disk_error(error, "read", Path(str(path))) from error
+
+
+def _offered(resume: str, path: Location) -> Sequence[Location]:
+    if not resume.strip() or not path.exists():
+        raise _no_path(resume, "nothing is there", offer=_meant(resume, path))
+    if not path.is_dir():
+        raise _no_path(resume, "that is a file, and a checkpoint is a folder")
     if is_named(path) or (path / MANIFEST).exists():
         return [path]
     found = _newest_first(path / "checkpoints") or _newest_first(path)
     if not found:
-        raise ConfigError(f"no checkpoint in {path}", fix=_START_AFRESH, resume=resume)
+        runs = [below for below in subfolders(path) if candidates(below / "checkpoints")]
+        offer = f"name a run in it, such as {max(runs, key=str)}" if runs else ""
+        raise _no_path(resume, f"there is no checkpoint in {path}", offer=offer)
     return found
+
+
+def _no_path(resume: str, why: str, *, offer: str = "") -> ConfigError:
+    fix = "give auto, never, or the path of a checkpoint (.../step-00000100) or of a run directory"
+    return ConfigError(f"checkpoint.resume={resume}: {why}", fix=offer or fix, resume=resume)
+
+
+def _meant(resume: str, path: Location) -> str:
+    """The nearest of what lies beside a path that is not there, and of the words; or nothing."""
+    known = [] if "/" in resume else ["auto", "never"]
+    with contextlib.suppress(OSError):
+        if resume.strip() and isinstance(path, Path):
+            known += [one.name for one in subfolders(path.parent)]
+    offer = nearest(path.name.lower(), known)
+    return offer if offer.startswith("did you mean") else ""
 
 
 def first_sound(paths: Sequence[Location], check: Callable[[Location], Any]) -> Location | None:

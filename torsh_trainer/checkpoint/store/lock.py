@@ -125,7 +125,8 @@ class FileLock(Lock):
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor in _held:
             _held.discard(descriptor)
-            self._path.unlink(missing_ok=True)  # while it is locked: see _open
+            with contextlib.suppress(OSError):  # a file that stays locks nothing
+                self._path.unlink(missing_ok=True)  # while it is locked: see _open
             os.close(descriptor)
 
     def _open(self, folder: Path) -> int:
@@ -150,6 +151,27 @@ class FileLock(Lock):
             return descriptor
         os.close(descriptor)
         return -1
+
+
+def check_free(folder: Path) -> None:
+    """Makes sure that no run holds ``folder`` at this moment; changes nothing, and holds nothing.
+
+    Raises:
+        ConfigError: another process holds it; names the file, the host and the process.
+    """
+    path = folder / LOCK
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _taken(path, Holder.read(os.pread(descriptor, 1 << 16, 0)), folder) from None
+    except OSError:
+        return  # there are no locks here
+    finally:
+        os.close(descriptor)
 
 
 class ObjectLock(Lock):

@@ -78,14 +78,12 @@ def read_header(stream: io.BufferedIOBase, offset: int, size_bytes: int) -> Head
     try:
         with zipfile.ZipFile(file) as archive:
             entries = _entries(archive, size_bytes)
-            pickled = entries.get("data.pkl") or _refuse("it has no data.pkl")
-            if pickled.file_size > _LONGEST_PICKLE:
-                _refuse("its pickle is too large for one tensor")
-            if "byteorder" in entries:
-                order = archive.read(entries["byteorder"])
-                if order != sys.byteorder.encode():
-                    _refuse(f"its numbers are in another order of bytes ({order[:10]!r})")
-            value = read(archive.read(pickled))
+        pickled = entries.get("data.pkl") or _refuse("it has no data.pkl")
+        if "byteorder" in entries:
+            order = _content(file, entries["byteorder"], size_bytes)
+            if order != sys.byteorder.encode():
+                _refuse(f"its numbers are in another order of bytes ({order[:10]!r})")
+        value = read(_content(file, pickled, size_bytes))
     except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError) as error:
         raise NoTensorError(str(error)) from error
     dtype, key, numel, arguments, flags = _tensor(value)
@@ -96,12 +94,7 @@ def read_header(stream: io.BufferedIOBase, offset: int, size_bytes: int) -> Head
     header = Header(dtype, shape, stride, 0, **flags)
     if first + header.extent > numel:
         _refuse("its shape reaches beyond its data")
-    file.seek(data.header_offset)
-    local = file.read(_LOCAL_HEADER_BYTES)
-    lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
-    begin = data.header_offset + _LOCAL_HEADER_BYTES + lengths
-    if not local.startswith(b"PK\3\4") or begin + data.file_size > size_bytes:
-        _refuse("its data lies outside of it")
+    begin = _begin(file, data, size_bytes)
     return header._replace(begin=begin + first * dtype.itemsize)
 
 
@@ -149,6 +142,25 @@ def _entries(archive: zipfile.ZipFile, size_bytes: int) -> dict[str, zipfile.Zip
             _refuse(f"{entry.filename} is not what it says")
         found[name] = entry
     return found
+
+
+def _begin(file: _Window, entry: zipfile.ZipInfo, size_bytes: int) -> int:
+    """Where the bytes of an entry begin."""
+    file.seek(entry.header_offset)
+    local = file.read(_LOCAL_HEADER_BYTES)
+    lengths = int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+    begin = entry.header_offset + _LOCAL_HEADER_BYTES + lengths
+    if not local.startswith(b"PK\3\4") or begin + entry.file_size > size_bytes:
+        _refuse("its data lies outside of it")
+    return begin
+
+
+def _content(file: _Window, entry: zipfile.ZipInfo, size_bytes: int) -> bytes:
+    """A small entry, without asking for its sum: the manifest has one of the whole file."""
+    if entry.file_size > _LONGEST_PICKLE:
+        _refuse("its pickle is too large for one tensor")
+    file.seek(_begin(file, entry, size_bytes))
+    return file.read(entry.file_size)
 
 
 def _tensor(value: Any) -> tuple[torch.dtype, str, int, tuple[Any, Any, Any], dict[str, bool]]:

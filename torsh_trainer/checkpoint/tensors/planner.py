@@ -62,6 +62,16 @@ class Planner(DefaultSavePlanner):
         self._boxes: dict[MetadataIndex, Box] = {}
         self._copies: dict[MetadataIndex, Tensor] = {}
 
+    @property
+    def whole_size_bytes(self) -> int:
+        """What the tensors of all ranks take; known to the rank that has agreed a plan for all."""
+        entries = self.metadata.state_dict_metadata.values()
+        return sum(
+            math.prod(entry.size) * entry.properties.dtype.itemsize
+            for entry in entries
+            if isinstance(entry, TensorStorageMetadata)
+        )
+
     def hold(self, tensors: Mapping[Key, Leaf]) -> bool:
         """Takes the tensors of a save; true when the last plan does not fit them.
 
