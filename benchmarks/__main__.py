@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import checkpoint_save, ddp_step, first_step, step_cost
+from benchmarks import checkpoint_ranks, checkpoint_save, ddp_step, first_step, step_cost
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 MARK = "<!-- measured: everything below this line is written by make bench -->"
@@ -43,8 +43,9 @@ def main() -> None:
         found["c"] = first_step.measure(repeats=2 if options.quick else 7, steps=100)
     if "e" in options.only:
         print("(e) saving checkpoints")
-        small = {"size": "3M", "saves": 3}
-        found["e"] = checkpoint_save.measure(**small if options.quick else {})
+        small = {"size": "3M", "saves": 3} if options.quick else {}
+        found["e"] = checkpoint_save.measure(**small)
+        found["e ranks"] = checkpoint_ranks.measure(**small)
     text = page(found, options.device)
     print("\n" + text)
     if not options.quick and options.only == ALL and options.device == "cpu":
@@ -124,6 +125,9 @@ def page(found: dict[str, list[dict[str, Any]]], device: str) -> str:
         table = _table(checkpoint_save.HEAD, [checkpoint_save.cells(row) for row in rows])
         note = checkpoint_save.note(rows)
         parts.append(f"### (e) Saving and loading checkpoints\n\n{table}\n\n{note}")
+        rows = found["e ranks"]
+        table = _table(checkpoint_ranks.HEAD, [checkpoint_ranks.cells(row) for row in rows])
+        parts.append(f"{table}\n\n{checkpoint_ranks.note(rows)}")
     return "\n\n".join(parts) + "\n"
 
 
