@@ -5,6 +5,8 @@ Entry-point groups that a plugin distribution may use:
 ``torsh_trainer.plugins``     NAME = package      its ``conf/`` and ``recipes/`` join the search
 ``torsh_trainer.strategies``  NAME = module:Class usable as ``Trainer(strategy="NAME")``
 ``torsh_trainer.verbs``       NAME = module:func  a word of the command line; argv -> exit code
+``torsh_trainer.launchers``   NAME = module:Class starts the processes of the backend NAME
+``torsh_trainer.backends``    NAME = module:func  tells torch.distributed of the backend NAME
 """
 
 from __future__ import annotations
@@ -24,9 +26,13 @@ STRATEGIES = {
     "dp": "torsh_trainer.strategies.dp:DP",
     "ddp": "torsh_trainer.strategies.ddp:DDP",
     "fsdp": "torsh_trainer.strategies.fsdp:FSDP",
+    "nccl": "torsh_trainer.strategies.builtin:NCCL",
+    "gloo": "torsh_trainer.strategies.builtin:Gloo",
+    "mpi": "torsh_trainer.strategies.builtin:MPI",
 }
 VERBS = {
     "checkpoint": "torsh_trainer.checkpoint.door.command:main",
+    "comm": "torsh_trainer.bench.command:main",
     "rerun": "torsh_trainer.__main__:rerun",
     "report": "torsh_trainer.report:main",
 }
@@ -42,6 +48,25 @@ def strategies() -> dict[str, str]:
 def verbs() -> dict[str, str]:
     """Verb -> ``module:function``."""
     return {**VERBS, **_installed("torsh_trainer.verbs")}
+
+
+@cache
+def backends() -> dict[str, str]:
+    """Backend that a plugin brings -> ``module:function``, called as ``function(world, store)``.
+
+    It is called in every process of a job that asks for the backend, and in no other, once the
+    processes have met in ``store``; it raises a TorshError where it cannot serve.
+    """
+    return _installed("torsh_trainer.backends")
+
+
+@cache
+def launchers() -> dict[str, str]:
+    """Backend whose processes need a start of their own -> ``module:Class`` of a launcher.
+
+    It takes ``num_processes``. A measurement of that backend starts its processes so.
+    """
+    return _installed("torsh_trainer.launchers")
 
 
 @cache

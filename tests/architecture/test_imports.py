@@ -15,6 +15,7 @@ import pytest
 WITHOUT_TORCH = [
     "torsh_trainer",
     "torsh_trainer.__main__",
+    "torsh_trainer.bench.command",
     "torsh_trainer.checkpoint.door.command",
     "torsh_trainer.checkpoint.door.inspection",
     "torsh_trainer.config",

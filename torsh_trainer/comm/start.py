@@ -20,6 +20,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from torsh_trainer import registry
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.comm.torch import TorchCommunicator, world_of
@@ -37,12 +38,18 @@ _UNKNOWN = "torch.distributed knows no backend"
 
 
 def create(
-    world: World, options: CommOptions, device: torch.device, *, process_group: bool = True
+    world: World,
+    options: CommOptions,
+    device: torch.device,
+    *,
+    process_group: bool = True,
+    store: Store | None = None,
 ) -> Communicator:
     """The communicator of ``world``, when all of its processes have arrived.
 
     A process group that exists already is used as it is and left alone by ``close``. One process
-    gets a group of one, or none at all with ``process_group=False``.
+    gets a group of one, or none at all with ``process_group=False``. They meet where ``world``
+    says, or in a ``store`` to which each has a connection already.
 
     Raises:
         ConfigError: the backend or interface has an unknown name, or nothing says where to meet.
@@ -54,7 +61,8 @@ def create(
         return LocalCommunicator(_bound(device, world), world=world)
     device = _bound(device, world)
     _use_interface(options.network_interface)
-    store = _store(world, options)
+    if store is None:
+        store = _store(world, options)
     backend = _agree(store, world, options, device)
     _connect(store, world, options, device, backend)
     return TorchCommunicator(world, device, dist.group.WORLD, timeout_s=options.timeout_s)
@@ -123,14 +131,26 @@ def _known() -> list[str]:
     return [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
 
 
-def _lacking(backend: str, device: torch.device) -> str:
+def lacking(backend: str, device: torch.device) -> str:
     """Why this process cannot use ``backend``; empty when it can."""
     if backend not in _known():
         return f"{_UNKNOWN} {backend!r}"
     if backend == "nccl" and device.type != "cuda":
         return f"nccl moves CUDA tensors, and this process computes on {device.type}"
     if not dist.is_backend_available(backend):
-        return f"this torch ({torch.__version__}) was built without {backend}"
+        brings = "; the plugin torsh-trainer-mpi brings it" if backend == "mpi" else ""
+        return f"this torch ({torch.__version__}) was built without {backend}{brings}"
+    return ""
+
+
+def _unloadable(backend: str, world: World, store: Store) -> str:
+    """Why the plugin that brings ``backend`` cannot serve here; empty when it can, or has none."""
+    if backend not in registry.backends():
+        return ""
+    try:
+        registry.load(registry.backends()[backend])(world, store)
+    except TorshError as error:
+        return str(error)
     return ""
 
 
@@ -191,20 +211,26 @@ def _agree(store: Store, world: World, options: CommOptions, device: torch.devic
     note = {
         "wanted": options.backend,
         "device": device.type,
-        "lacks": {name: _lacking(name, device) for name in _candidates(options.backend)},
+        "lacks": {
+            name: _unloadable(name, world, store) or lacking(name, device)
+            for name in _candidates(options.backend)
+        },
     }
     store.set(f"rank {world.rank}", json.dumps(note))
     if world.is_main:
         try:
-            answer = {"backend": _choose(_roll_call(store, world, options), options)}
+            answer: dict[str, Any] = {
+                "backend": _choose(_roll_call(store, world, options), options)
+            }
         except TorshError as error:
             answer = {"kind": type(error).__name__, "sentence": error.sentence, "fix": error.fix}
+            answer["facts"] = error.facts
         store.set("answer", json.dumps(answer))
     else:
         answer = _answer(store, world, options)
     if "backend" not in answer:
         kind = ConfigError if answer["kind"] == "ConfigError" else ResourceError
-        raise kind(answer["sentence"], fix=answer["fix"])
+        raise kind(answer["sentence"], fix=answer["fix"], **answer["facts"])
     return answer["backend"]
 
 
@@ -231,7 +257,7 @@ def _roll_call(store: Store, world: World, options: CommOptions) -> dict[int, Ma
     return {rank: json.loads(store.get(key)) for rank, key in enumerate(keys)}
 
 
-def _answer(store: Store, world: World, options: CommOptions) -> dict[str, str]:
+def _answer(store: Store, world: World, options: CommOptions) -> dict[str, Any]:
     # A little longer than rank 0 itself waits, so that its answer still comes through.
     patience_s = options.startup_timeout_s + 10
     try:

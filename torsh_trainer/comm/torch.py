@@ -21,7 +21,7 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
-_AVERAGING = ("nccl", "gloo")
+AVERAGING = ("nccl", "gloo", "mpi")
 """Backends that know AVG; for any other the mean is a sum, divided here."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -221,10 +221,10 @@ class TorchCommunicator(Communicator):
         return self._global(rank)
 
     def _op(self, op: Reduction) -> Any:
-        return _OPS["sum" if op == "mean" and self.backend not in _AVERAGING else op]
+        return _OPS["sum" if op == "mean" and self.backend not in AVERAGING else op]
 
     def _finish(self, tensor: Tensor, buffer: Tensor, op: Reduction) -> None:
-        if op == "mean" and self.backend not in _AVERAGING:
+        if op == "mean" and self.backend not in AVERAGING:
             buffer.div_(self.world.size)
         _write_back(tensor, buffer)
 

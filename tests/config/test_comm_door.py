@@ -1,0 +1,92 @@
+"""The verb comm: measurements that add up, mistakes in one sentence, and the page's programs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+
+from torsh_trainer.comm.bench import BUS_FACTORS, COLLECTIVES
+from torsh_trainer.comm.tuning import AlgorithmTable
+
+FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUNNERS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "python": [sys.executable],
+}
+
+
+def test_every_collective_is_measured_checked_and_written_down(run_door, tmp_path):
+    args = ["--max", "16K", "--factor", "16", "--iterations", "3", "--warmup", "1"]
+    files = ["--json", "t.json", "--png", "t.png"]
+    answer = run_door(["comm", "bench", "--processes", "3", *args, *files])
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    document = json.loads((tmp_path / "t.json").read_text())
+    records = document["records"]
+    gloo = [record for record in records if record["backend"] == "gloo"]
+    assert {record["collective"] for record in gloo} == set(COLLECTIVES)
+    assert len(gloo) == 2 * len(COLLECTIVES)
+    for record in gloo:
+        assert (record["wrong"], record["processes"], record["iterations"]) == (0, 3, 3)
+        algbw = record["bytes"] / record["time_us"] / 1e3
+        assert record["algbw_gb_s"] == pytest.approx(algbw)
+        factor = BUS_FACTORS[record["collective"]](3)
+        assert record["busbw_gb_s"] == pytest.approx(algbw * factor)
+    assert "mpi" in document["left_out"] or any(r["backend"] == "mpi" for r in records)
+    lines = answer.stdout.splitlines()
+    tables = [line for line in lines if not re.match(r"\w+: left out", line)]
+    assert max(map(len, tables)) <= 100
+    assert sum(line.strip().startswith("size") for line in lines) == len(COLLECTIVES)
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        ("benc", 2, "no such word; write comm bench"),
+        ("bench --min 5X", 2, "--min 5X is no size; write 4096, 64K, 256M or 1G"),
+        ("bench --min 1M --max 1K", 2, "--min 1M is above --max 1K"),
+        ("bench --factor 1", 2, "give 2 or more"),
+        ("bench --collectives allreduce", 2, "did you mean 'all_reduce'"),
+        ("bench --dtype float3", 2, "did you mean 'float32'"),
+        ("bench --processes none", 2, "--processes none is no count"),
+        ("bench --iterations 0", 2, "--iterations 0 is no count"),
+        ("bench --seconds 0", 2, "--seconds 0.0 is not positive"),
+        ("bench --backends ,", 2, "--backends names nothing"),
+        ("bench --json .", 2, "--json . cannot be a file"),
+        ("bench --png nowhere/t.png", 2, "name one in a folder that exists"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(door, args, code, words):
+    answer = door("comm", *shlex.split(args))
+    assert answer.code == code
+    assert words in answer.err
+    assert answer.err.count("\n") == 1
+
+
+def test_a_backend_that_was_named_and_is_missing_is_an_error(run_door):
+    answer = run_door(["comm", "bench", "--backends", "gloo,glo", "--max", "1K"])
+    assert answer.returncode == 2
+    assert "comm.backend=glo is unknown to torch.distributed" in answer.stderr
+
+
+@pytest.fixture(scope="module")
+def page(repository) -> str:
+    return (repository / "docs" / "collectives.md").read_text()
+
+
+def test_every_command_of_the_page_works(page, run_command, tmp_path):
+    for name, text in FILE.findall(page):
+        (tmp_path / name).write_text(text)
+    lines = "".join(COMMANDS.findall(page)).splitlines()
+    assert {line.split()[-1] for line in lines} >= {name for name, _ in FILE.findall(page)}
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        answer = run_command([*RUNNERS[program], *arguments], cwd=tmp_path)
+        assert answer.returncode == 0, (line, answer.stdout + answer.stderr)
+    table = AlgorithmTable.from_file(tmp_path / "table.json", backend="gloo", world_size=2)
+    assert set(table.times_us) == {"flat", "ring", "tree", "hierarchical"}

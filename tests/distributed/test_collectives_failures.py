@@ -1,0 +1,145 @@
+"""When ranks do not do the same, or do not come: who is named, and in what kind of error."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torsh_trainer import comm as tc
+from torsh_trainer.comm import groups
+from torsh_trainer.comm.base import CommOptions
+from torsh_trainer.errors import TrainingError
+from torsh_trainer.testing.ranks import RankPool, shared
+
+BRIEF = CommOptions(timeout_s=4.0, startup_timeout_s=60.0)
+
+
+def told(call):
+    """The kind of error, its words and its facts."""
+    try:
+        call()
+    except tc.CommunicationError as error:
+        kinds = (dist.DistBackendError, dist.DistNetworkError, RuntimeError, TrainingError)
+        if all(isinstance(error, kind) for kind in kinds):
+            return type(error).__name__, str(error), dict(error.facts)
+    return "", "", {}
+
+
+MISMATCHES = {
+    "shape": (
+        lambda rank: tc.all_reduce(torch.ones(2 + rank)),
+        "rank 0: all_reduce of float32 [2], SUM; rank 1: all_reduce of float32 [3], SUM",
+    ),
+    "dtype": (
+        lambda rank: tc.broadcast(torch.ones(2, dtype=[torch.float32, torch.int64][rank]), 0),
+        "rank 0: broadcast of float32 [2], root 0; rank 1: broadcast of int64 [2], root 0",
+    ),
+    "operation": (
+        lambda rank: [tc.all_reduce, tc.all_gather][rank](torch.ones(1)),
+        "rank 0: all_reduce of float32 [1], SUM; rank 1: all_gather of float32 [1]",
+    ),
+    "reduction": (
+        lambda rank: tc.all_reduce(torch.ones(1), ["sum", "max"][rank]),
+        "rank 0: all_reduce of float32 [1], SUM; rank 1: all_reduce of float32 [1], MAX",
+    ),
+    "root": (
+        lambda rank: tc.reduce(torch.ones(1), rank),
+        "rank 0: reduce of float32 [1], SUM, root 0; rank 1: reduce of float32 [1], SUM, root 1",
+    ),
+    "parts": (
+        lambda rank: tc.all_to_all(
+            [torch.empty(1), torch.empty(2)], [torch.ones(1), torch.ones(2)]
+        ),
+        "rank 0 sends 2 elements to rank 1, which expects 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_calls_that_differ_are_named_on_every_rank_before_anything_hangs(what):
+    call, words = MISMATCHES[what]
+
+    def case(communicator, call):
+        tc.set_check(True)
+        try:
+            answer = told(lambda: call(communicator.world.rank))
+            total = torch.ones(1)
+            tc.all_reduce(total)  # the group is as good as before
+        finally:
+            tc.set_check(None)
+        return *answer[:2], total.item()
+
+    for kind, said, total in shared(2).run(case, call):
+        assert kind == "MismatchError"
+        assert words in said
+        assert total == 2.0
+
+
+def test_checks_let_calls_that_fit_through():
+    def case(communicator):
+        rank, size = communicator.world.rank, communicator.world.size
+        tc.set_check(True)
+        try:
+            total = torch.tensor([float(rank)])
+            tc.all_reduce(total)
+            pieces = tc.scatter(torch.arange(5) if rank == 0 else None, 0)
+            outputs = [torch.empty(rank + 1) for _ in range(size)]
+            tc.all_to_all(outputs, [torch.ones(i + 1) for i in range(size)])
+            tc.ring_all_reduce(total)
+            tc.barrier()
+        finally:
+            tc.set_check(None)
+        return total.item(), len(pieces)
+
+    assert shared(2).run(case) == [(2.0, 3), (2.0, 2)]
+
+
+def missing_one(answers):
+    """Both ranks that came name the one that did not."""
+    assert answers[1] is None
+    for rank in (0, 2):
+        kind, words, facts = answers[rank]
+        assert kind == "CommunicationError"
+        assert "rank 1 of 3 did not take part" in words
+        assert (facts["rank"], facts["missing"]) == (rank, [1])
+
+
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_over():
+    def case(communicator):
+        if communicator.world.rank == 1:
+            time.sleep(9.0)  # beyond the timeout, and the wait for notes after it
+            return None
+        return told(lambda: tc.all_reduce(torch.ones(1)))
+
+    with RankPool(3, options=BRIEF) as pool:
+        missing_one(pool.run(case))
+
+
+def test_with_checks_it_is_named_before_the_backend_gives_up():
+    def case(communicator):
+        if communicator.world.rank == 1:
+            time.sleep(2.5)
+            return None
+        groups.resolve().timeout_s = 1.0  # the group's own is a minute
+        tc.set_check(True)
+        return told(lambda: tc.all_reduce(torch.ones(1)))
+
+    with RankPool(3) as pool:
+        missing_one(pool.run(case))
+
+
+def test_a_rank_that_has_ended_is_named():
+    def case(communicator):
+        if communicator.world.rank == 1:
+            dist.destroy_process_group()
+            return None
+        return told(lambda: tc.all_reduce(torch.ones(1)))
+
+    with RankPool(2, options=BRIEF) as pool:
+        kind, words, facts = pool.run(case)[0]
+    assert kind == "CommunicationError"
+    assert facts["missing"] == [1]
+    assert "rank 1 of 2" in words

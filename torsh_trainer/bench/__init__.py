@@ -1,0 +1,1 @@
+"""``python -m torsh_trainer comm bench``: collectives over all backends, side by side."""

@@ -1,0 +1,47 @@
+"""One process of a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torsh_trainer.comm.base import CommOptions
+from torsh_trainer.comm.bench import Plan
+from torsh_trainer.comm.groups import ProcessGroup, destroy_process_group
+from torsh_trainer.comm.measuring import sweep
+from torsh_trainer.comm.start import create
+from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.world import World
+
+
+def measured(
+    world: World, plan: Plan, backends: Sequence[str], *, named: bool, timeout_s: float
+) -> dict[str, Any] | None:
+    """The records of every backend, on the first process; None elsewhere.
+
+    A backend that is missing is left out and explained, or an error when it was ``named``.
+
+    Raises:
+        ConfigError: a backend has an unknown name.
+        ResourceError: one that was named is not available.
+        TrainingError: a collective failed.
+    """
+    records: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    for name in backends:
+        on_gpu = name == "nccl" and torch.cuda.is_available()
+        device = torch.device("cuda" if on_gpu else "cpu")
+        try:
+            comm = create(world, CommOptions(backend=name, timeout_s=timeout_s), device)
+        except (ConfigError, ResourceError) as error:
+            if named:
+                error.fix = "leave --backends out to measure what is available"
+                raise
+            left_out[name] = error.sentence
+            continue
+        group = ProcessGroup(comm.process_group, timeout_s=timeout_s, device=comm.device)
+        records += sweep(group, plan)
+        destroy_process_group(group)
+    return {"records": records, "left_out": left_out} if world.is_main else None

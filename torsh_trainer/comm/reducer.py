@@ -1,0 +1,255 @@
+"""Gradients summed over ranks in flat buckets, from hooks, while backward goes on.
+
+A gradient is copied into a flat bucket as soon as backward has made it, and a bucket is reduced as
+soon as it is full. Buckets begin in reverse order of definition, and are always reduced in that
+order: all ranks agree on it without a word, and a run that resumes sums as the one before it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torsh_trainer.comm.base import Communicator, Work
+
+Reduce = Callable[[int, Tensor], "Work | None"]
+"""(number of the bucket, its flat tensor) -> the sum over ranks in that tensor, under way."""
+
+_living: weakref.WeakSet[BucketReducer] = weakref.WeakSet()
+
+
+def reducer_of(parameter: nn.Parameter) -> BucketReducer | None:
+    """Who reduces this parameter's gradient from hooks, or in an engine; None where nobody does."""
+    return next((reducer for reducer in _living if reducer.reduces(parameter)), None)
+
+
+class BucketReducer:
+    """Sums the gradients of ``parameters`` over the members of ``comm``.
+
+    ``bucket_cap_mb`` is the size of a bucket in MiB; a larger parameter is a bucket of its own.
+    Gradients are summed in ``dtype`` (None: that of the parameters), and each enters the sum times
+    ``factor``. With ``overlap`` buckets are reduced while backward goes on, else all of them in
+    ``finish``. With ``finishes`` the end of a backward pass calls ``finish`` by itself.
+    ``find_unused`` leaves a gradient that no rank has at None instead of zero, at the price of one
+    small reduction; with ``static`` the first answer holds for good. With ``as_views`` gradients
+    are views of the buckets afterwards, else they are copied back. ``reduce`` replaces the plain
+    all-reduce of a bucket, ``on_finish`` is called after every ``finish``.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        *,
+        bucket_cap_mb: float = 25.0,
+        dtype: torch.dtype | None = None,
+        overlap: bool = True,
+        finishes: bool = False,
+        find_unused: bool = False,
+        static: bool = False,
+        as_views: bool = True,
+        factor: float = 1.0,
+        reduce: Reduce | None = None,
+        on_finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self.factor = factor
+        self.reduce: Reduce = reduce or self._all_reduce
+        self.syncs = True
+        """Whether the next backward communicates."""
+        self.unused: list[nn.Parameter] = []
+        self._comm = comm
+        self._on_finish = on_finish
+        self._find_unused = find_unused
+        self._static = static
+        self._as_views = as_views
+        self._known_nowhere: set[nn.Parameter] | None = None
+        self._queued = False
+        self._next = 0  # the first bucket that has not been sent
+        groups = cut(reversed(self.parameters), cap_bytes=int(bucket_cap_mb * 2**20))
+        self.buckets = [Bucket(group, dtype or group[0].dtype) for group in groups]
+        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        hook = self._hook(overlap=overlap, finishes=finishes)
+        self._hooks: list[Any] = []
+        if hook is not None:
+            self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.parameters]
+        _living.add(self)
+
+    def reduces(self, parameter: nn.Parameter) -> bool:
+        """Whether it is one of these."""
+        return parameter in self._bucket_of
+
+    @contextlib.contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Backward within adds to local gradients and communicates nothing."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def finish(self) -> list[nn.Parameter]:
+        """Reduces what is left, and gives every parameter its gradient.
+
+        Returns the parameters for which this rank had none (``unused`` keeps them).
+        """
+        self._queued = False
+        self.unused = []
+        for bucket in self.buckets[self._next :]:
+            for parameter in list(bucket.missing):
+                if parameter.grad is None:
+                    self.unused.append(parameter)
+                bucket.take(parameter, self.factor)
+            self._send()
+        nowhere = self._nowhere() if self._find_unused else set()
+        for bucket in self.buckets:
+            bucket.give_back(nowhere, as_views=self._as_views)
+        self._next = 0
+        if self._on_finish is not None:
+            self._on_finish()
+        return self.unused
+
+    def close(self) -> None:
+        """Takes the hooks off and lets go of the buckets."""
+        for hook in self._hooks:
+            hook.remove()
+        self.buckets, self._bucket_of, self._hooks = [], {}, []
+
+    # -- hooks -----------------------------------------------------------------------------------
+
+    def _hook(self, *, overlap: bool, finishes: bool) -> Callable[[nn.Parameter], None] | None:
+        if not finishes:
+            return self._take if overlap else None
+        return self._take_and_queue if overlap else self._queue
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """The hook of a parameter whose gradient is there."""
+        if self.syncs:
+            bucket = self._bucket_of[parameter]
+            bucket.take(parameter, self.factor)
+            if not bucket.missing:
+                self._send()
+
+    def _take_and_queue(self, parameter: nn.Parameter) -> None:
+        self._queue(parameter)
+        self._take(parameter)
+
+    def _queue(self, parameter: nn.Parameter) -> None:
+        """Has the end of this backward pass call ``finish``, as torch's own DDP has it."""
+        if self.syncs and not self._queued:
+            self._queued = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.finish)
+
+    def _send(self) -> None:
+        """Reduces every bucket whose turn it is."""
+        buckets = self.buckets
+        while self._next < len(buckets) and not buckets[self._next].missing:
+            bucket = buckets[self._next]
+            bucket.work = self.reduce(self._next, bucket.flat)
+            self._next += 1
+
+    def _all_reduce(self, number: int, flat: Tensor) -> Work | None:
+        return self._comm.all_reduce(flat, async_op=True)
+
+    def _nowhere(self) -> set[nn.Parameter]:
+        """Those parameters that no rank has a gradient for."""
+        if self._known_nowhere is not None:
+            return self._known_nowhere
+        unused = set(self.unused)
+        used = torch.tensor([float(p not in unused) for p in self.parameters])
+        used = self._comm.place(used)
+        self._comm.all_reduce(used, op="max")
+        flags = used.tolist()
+        nowhere = {p for p, flag in zip(self.parameters, flags, strict=True) if not flag}
+        if self._static:
+            self._known_nowhere = nowhere
+        return nowhere
+
+
+class Bucket:
+    """Gradients that travel together, in one flat tensor of the dtype in which they are summed.
+
+    Where that is the parameters' own dtype, gradients may be views of it once they are reduced.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters = tuple(parameters)
+        count = sum(p.numel() for p in parameters)
+        self.flat = torch.zeros(count, dtype=dtype, device=parameters[0].device)
+        self.work: Work | None = None
+        self._views: dict[nn.Parameter, Tensor] = {}
+        offset = 0
+        for parameter in parameters:
+            part = self.flat[offset : offset + parameter.numel()]
+            self._views[parameter] = _like(parameter, part)
+            offset += parameter.numel()
+        self.missing = set(self.parameters)
+
+    def take(self, parameter: nn.Parameter, factor: float) -> None:
+        """Copies a gradient, times ``factor``; zeros where there is none."""
+        view, gradient = self._views[parameter], parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif factor == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=view)
+        self.missing.discard(parameter)
+
+    def give_back(self, without: set[nn.Parameter], *, as_views: bool = True) -> None:
+        """Waits for the sum, and hands it to the parameters, as views or as copies."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        for parameter, view in self._views.items():
+            if parameter in without:
+                parameter.grad = None
+            elif not as_views and parameter.grad is not None:
+                parameter.grad.copy_(view)
+            elif as_views and view.dtype == parameter.dtype:
+                parameter.grad = view
+            else:
+                parameter.grad = view.to(parameter.dtype, copy=True)
+        self.missing.update(self.parameters)
+
+
+def cut(parameters: Iterable[nn.Parameter], *, cap_bytes: int) -> list[list[nn.Parameter]]:
+    """Consecutive parameters of one dtype and device, at most ``cap_bytes`` of them or one."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        first = groups[-1][0] if groups else None
+        alike = first is not None and (
+            (first.dtype, first.device) == (parameter.dtype, parameter.device)
+        )
+        if not alike or size + parameter.nbytes > cap_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += parameter.nbytes
+    return groups
+
+
+def share(tensors: Iterable[Tensor], comm: Communicator) -> None:
+    """Rank 0's values in every rank's ``tensors``, in place; those of one dtype go together."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for alike in by_kind.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        comm.broadcast(flat, src=0)
+        sizes = [tensor.numel() for tensor in alike]
+        for tensor, part in zip(alike, flat.split(sizes), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _like(parameter: Tensor, part: Tensor) -> Tensor:
+    """``part`` in the shape of ``parameter``, and in its order in memory where it has no holes."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return part.as_strided(parameter.shape, strides, part.storage_offset())
