@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -26,9 +27,10 @@ from torsh_trainer.callbacks.base import (
 from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.data.batch import Step
 from torsh_trainer.data.feed import TrainFeed
-from torsh_trainer.errors import Interrupted, TrainingError
+from torsh_trainer.errors import Interrupted, ResourceError, TrainingError
 from torsh_trainer.pace import Pace
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import BrokenOffError, Limits, Stop, Watch
@@ -108,6 +110,7 @@ class Loop:
         self._readers = [c for c in self.callbacks if type(c).on_step is not Callback.on_step]
         self._listeners = [c for c in self._readers if c.every_step]
         self._prepared = False
+        self._first_step = 0  # of this fit
         self._next_due = 0.0  # the next step at which something may be due
         self._since = _Since(time.perf_counter(), self.position.samples, self.position.step)
         self._started = time.perf_counter()
@@ -122,6 +125,7 @@ class Loop:
             Interrupted: a signal asked to stop; a checkpoint is saved first where saving is on.
         """
         self.feed = feed
+        self._first_step = self.position.step
         self._started = time.perf_counter()
         self._since = _Since(self._started, self.position.samples, self.position.step)
         with Signals() as signals:
@@ -149,6 +153,7 @@ class Loop:
         self._tell_the_rest()
         if self._evaluates and self._evaluated_at < self.position.step:
             self._evaluate_now("eval", stop)
+        self._end_saving()
         stop.meet(self.position.step)
 
     def _begin(self, stop: Stop) -> bool:
@@ -239,17 +244,20 @@ class Loop:
         wanted = every.eval_every is not None or every.eval_every_epochs is not None
         return wanted and self.task.data.eval is not None
 
-    def _interrupted(self, signal: int) -> None:
-        saving = self.cadence.save_at_end or self.cadence.save_every is not None
+    def _interrupted(self, number: int) -> None:
+        every = self.cadence
+        saving = every.save_at_end or bool(every.save_every or every.save_every_epochs)
         if saving and self._saved_at < self.position.step:
             self.save()
         self._tell_the_rest()
+        self._end_saving()  # while signals are caught: a second one must not cut it off
         raise Interrupted(
-            f"stopped by signal {signal} after step {self.position.step}",
+            f"stopped by signal {number} ({signal.Signals(number).name}) "
+            f"after step {self.position.step}",
             fix="checkpoint.resume=auto in the same run directory goes on from here"
             if saving
             else "nothing was saved: checkpoint.at_end is off",
-            signal=signal,
+            signal=number,
             step=self.position.step,
         )
 
@@ -289,12 +297,20 @@ class Loop:
             "data_wait_s": since.waited / steps,
             "step_s": (now - since.time) / steps,
             "skipped": float(position.skipped),
+            **since.traffic(self.engine.traffic(), steps),
         }
         if norm is None:
             del metrics["grad_norm"]
         since.restart(now, position)
         self._logged_at = position.step
         return metrics
+
+    @property
+    def gradient_traffic(self) -> dict[str, float | None]:
+        """Bytes of gradients a step on this rank's wire, in this run; None where nobody counts."""
+        unknown = {"sent_bytes_per_step": None, "received_bytes_per_step": None}
+        steps = max(1, self.position.step - self._first_step)
+        return {**unknown, **_Since(0.0, 0, 0).traffic(self.engine.traffic(), steps)}
 
     def _settle_losses(self) -> float:
         """The mean loss over the global batches since the last report.
@@ -392,15 +408,33 @@ class Loop:
             self._pending.clear()
         began = time.perf_counter()
         self._prepared = True
+        failed = self._last_save_failed()
         # A checkpoint's metrics are of its own weights, or it has none.
         measured = self.metrics if self._evaluated_at == self.position.step else {}
         path = self.checkpointer.save(self.position.step, self.state(), measured)
+        if failed:  # a second failure in a row is not for the next save to find out
+            self.checkpointer.wait()
         self._saved_at = self.position.step
         self.saved = str(path)
         report = SaveReport(self.position.step, self.saved, time.perf_counter() - began)
         for callback in self.callbacks:
             callback.on_save(report)
         self._since.pause(report.wall_s)
+
+    def _last_save_failed(self) -> bool:
+        """Waits for a save under way; true when the disk refused it, which may be over by now."""
+        try:
+            self.checkpointer.wait()
+        except ResourceError as error:
+            log.warning("%s. It is tried again", error)
+            return True
+        return False
+
+    def _end_saving(self) -> None:
+        """Returns once no save is under way; one that failed is tried once more."""
+        if self._last_save_failed():
+            self.save()
+            self.checkpointer.wait()
 
     def _prepare_saves(self) -> None:
         """Once the optimizer has its state, after the first step: the first save waits less."""
@@ -525,11 +559,22 @@ def _due(count: int, every: int | None) -> bool:
 class _Since:
     """Clock and counters since the last report, evaluations and saves left out."""
 
-    __slots__ = ("paused", "samples", "step", "time", "waited")
+    __slots__ = ("moved", "paused", "samples", "step", "time", "waited")
 
     def __init__(self, now: float, samples: int, step: int) -> None:
         self.time, self.samples, self.step, self.waited = now, samples, step, 0.0
         self.paused = 0.0
+        self.moved = Traffic()
+
+    def traffic(self, total: Traffic | None, steps: int) -> dict[str, float]:
+        """Bytes of gradients a step since the last time this was asked."""
+        if total is None:
+            return {}
+        before, self.moved = self.moved, total
+        return {
+            "sent_bytes_per_step": (total.sent_bytes - before.sent_bytes) / steps,
+            "received_bytes_per_step": (total.received_bytes - before.received_bytes) / steps,
+        }
 
     def restart(self, now: float, position: Position) -> None:
         self.time, self.samples, self.step, self.waited = now, position.samples, position.step, 0.0

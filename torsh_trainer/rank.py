@@ -23,6 +23,7 @@ from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.fit import Fit
 from torsh_trainer.checkpoint.setup import WORDS, Comparison
+from torsh_trainer.checkpoint.store.lock import check_free
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.start import create
@@ -69,7 +70,8 @@ def _run_rank(
     if isinstance(strategy, str):
         strategy = registry.strategy_class(strategy)()
     mesh = strategy.mesh(world)
-    comm = create(world, trainer.comm, device, process_group=strategy.needs_process_group(world))
+    options = strategy.comm_options(trainer.comm)
+    comm = create(world, options, device, process_group=strategy.needs_process_group(world))
     report_ready()
     rank = None
     try:
@@ -243,6 +245,23 @@ class Rank:
         left = left_of_epoch + (epochs - epoch - 1) * self.steps_per_epoch
         return begins.step + max(0, left)
 
+    def is_over(self, position: Position) -> str:
+        """Why nothing is left to train at ``position``, and the knob to raise; empty: some is."""
+        trainer, ends = self.trainer, self._by_epochs
+        reached = {}
+        if trainer.max_steps is not None and position.step >= trainer.max_steps:
+            reached["trainer.max_steps"] = trainer.max_steps
+        by_epochs = ends is not None and position.step >= ends
+        if trainer.max_epochs is not None and (by_epochs or position.epoch >= trainer.max_epochs):
+            reached["trainer.max_epochs"] = trainer.max_epochs
+        if not reached:
+            return ""
+        limits = " and ".join(f"{name}={limit}" for name, limit in reached.items())
+        return (
+            f"nothing is left to train: step {position.step:,} has reached {limits}; "
+            f"raise {' and '.join(reached)} to go on"
+        )
+
     def _batches(self, split: str) -> Iterator[tuple[Any, bool]]:
         return eval_batches(
             self.task,
@@ -259,6 +278,7 @@ class Rank:
         if self.origin is None:
             return
         loop, path = self.loop, self.origin.path
+        self.engine.expect(self.origin.plain.get("engine", {}))
         template = loop.state(template=self.trains)
         resumption = self._compared(self.checkpointer.compare(template, path))
         loaded = self.checkpointer.load(template, path=path, leave=resumption.leave)
@@ -299,6 +319,9 @@ class Rank:
         )
 
     def _fit(self) -> None:
+        over = self.is_over(self.loop.position)
+        if over:
+            log.warning("%s", over)
         self.loop.fit(self._feed(self.cut, self.loop.position))
 
     def _evaluate(self) -> None:
@@ -400,6 +423,7 @@ class Rank:
             "peak_memory_bytes": hardware.peak_memory_bytes(self.comm.device),
             "checkpoint": loop.saved,
             "run_dir": str(self.run_dir),
+            **loop.gradient_traffic,
             **self.findings,
         }
 
@@ -442,6 +466,8 @@ def _home(trainer: Trainer, comm: Communicator, device: torch.device) -> RunDir:
     """The run directory, made and named by rank 0."""
 
     def make() -> Path:
+        if trainer.run_dir is not None:  # before what a run at work there keeps is set aside
+            check_free(RunDir(Path(trainer.run_dir)).checkpoints)
         home = RunDir.create(None if trainer.run_dir is None else Path(trainer.run_dir))
         home.write_config(trainer.config)
         home.start_provenance(
@@ -510,7 +536,7 @@ def setup_of(trainer: Trainer, task: Task, job: Job, *, total_steps: int | None)
         **resume.schedule_facts(trainer.schedule),
         "total_steps": total_steps,
         "precision": trainer.precision.name,
-        "compression": trainer.compression.name,
+        **resume.compression_facts(trainer.compression),
         "trainer.max_grad_norm": trainer.max_grad_norm,
         "trainer.max_grad_value": trainer.max_grad_value,
         "trainer.on_nonfinite": trainer.on_nonfinite,

@@ -11,7 +11,10 @@ BAD = [
     # names
     (["+recipe=digitz"], ["unknown recipe 'digitz'", "did you mean 'digits'?"]),
     ([QUICK, "strategy=dpp"], ["unknown strategy 'dpp'", "'ddp'"]),
-    ([QUICK, "strategy=zzzz"], ["unknown strategy", "auto, ddp, dp, fsdp, single"]),
+    (
+        [QUICK, "strategy=zzzz"],
+        ["unknown strategy", "auto, ddp, dp, fsdp, gloo, mpi, nccl, single"],
+    ),
     ([QUICK, "stratgy=ddp"], ["there is no group or setting 'stratgy'", "'strategy'"]),
     ([QUICK, "+stratgy=ddp"], ["there is no group or setting 'stratgy'", "'strategy'"]),
     ([QUICK, "++stratgy.overlap=true"], ["there is no group 'stratgy'", "'strategy'"]),
@@ -20,6 +23,10 @@ BAD = [
     ([QUICK, "strategy=ddp", "strategy.overlp=1"], ["strategy.overlp", "strategy.overlap?"]),
     ([QUICK, "data.batch_sise=3"], ["unknown knob data.batch_sise", "data.batch_size"]),
     ([QUICK, "+data.batch_sise=3"], ["unknown knob data.batch_sise", "data.batch_size"]),
+    (
+        [QUICK, "checkpoint.storage_options.endpoint_url=http://x"],
+        ["checkpoint.storage_options is empty", "+checkpoint.storage_options.endpoint_url=VALUE"],
+    ),
     ([QUICK, "hydra.run.dirr=x"], ["unknown knob hydra.run.dirr", "hydra.run.dir?"]),
     ([QUICK, "trainer.strategy=ddp"], ["strategy is a group of its own: strategy=NAME"]),
     ([QUICK, "+trainer.strategy=ddp"], ["strategy is a group of its own: strategy=NAME"]),

@@ -60,11 +60,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Seat:
+    """A place that another program (mpirun) holds for a process: how the process takes it.
+
+    ``env`` is added to its variables, ``descriptors`` are inherited under their numbers, and
+    ``cpus`` are the processors to which it is bound; None binds it to none.
+    """
+
+    env: Mapping[str, str]
+    descriptors: tuple[int, ...] = ()
+    cpus: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
 class Workers:
     """What to start: one process for each of ``worlds``, with the environment ``env``.
 
     ``threads`` None leaves OMP_NUM_THREADS as it is. ``log_dir`` takes ``rank-N.log`` of every
-    rank but 0; None makes a folder that stays only if the job fails.
+    rank but 0; None makes a folder that stays only if the job fails. ``seats`` are one for each
+    process, or none.
     """
 
     worlds: tuple[World, ...]
@@ -72,6 +86,11 @@ class Workers:
     threads: int | None
     log_dir: Path | None
     listener: socket.socket | None
+    seats: Sequence[Seat] = ()
+
+    def seat(self, index: int) -> Seat:
+        """The place of a process; an empty one where nobody holds any."""
+        return self.seats[index] if self.seats else Seat({})
 
 
 def run(entry: Callable[..., Any], args: Sequence[Any], *, workers: Workers, limits: Limits) -> Any:
@@ -428,11 +447,11 @@ def _pickled(entry: Callable[..., Any], args: Sequence[Any], workers: Workers) -
 
 
 def _spawn(index: int, workers: Workers, payload: IO[bytes], leash: int, log_dir: Path) -> _Worker:
-    world = workers.worlds[index]
+    world, seat = workers.worlds[index], workers.seat(index)
     status, status_hand = os.pipe()
     stack = tempfile.TemporaryFile(prefix="torsh-")  # noqa: SIM115  # the worker's lifetime
     handles = Handles(index, os.getpid(), payload.fileno(), status_hand, leash, stack.fileno())
-    inherited = list(handles[2:])
+    inherited = [*handles[2:], *seat.descriptors]
     if world.rendezvous is not None and world.rendezvous.listen_fd is not None:
         inherited.append(world.rendezvous.listen_fd)
     file = log_dir / f"rank-{world.rank}.log"
@@ -442,13 +461,15 @@ def _spawn(index: int, workers: Workers, payload: IO[bytes], leash: int, log_dir
             output = closing.enter_context(file.open("ab")) if index else None
             process = subprocess.Popen(
                 [sys.executable, "-m", MODULE, *handles.argv()],
-                env=_environment(world, workers),
+                env={**_environment(world, workers), **seat.env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
                 pass_fds=inherited,
                 start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
             )
+            if seat.cpus is not None:
+                os.sched_setaffinity(process.pid, seat.cpus)
     except OSError as error:
         os.close(status)
         stack.close()

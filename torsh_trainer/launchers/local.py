@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -72,16 +72,24 @@ class Local(Launcher):
         if len(worlds) == 1:
             with _torch_threads(self.threads_per_process):
                 return entry(worlds[0], *args)
-        with _listening(worlds) as (placed, listener):
+        seats = self.seats(len(worlds), context)
+        with seats as held, _listening(worlds) as (placed, listener):
             workers = job.Workers(
                 worlds=placed,
                 env=context.env,
                 threads=self._threads(len(worlds), context),
                 log_dir=context.log_dir,
                 listener=listener,
+                seats=held,
             )
             limits = job.Limits(startup_s=self.startup_timeout_s, grace_s=self.grace_s)
             return job.run(entry, args, workers=workers, limits=limits)
+
+    def seats(
+        self, count: int, context: LaunchContext
+    ) -> contextlib.AbstractContextManager[Sequence[job.Seat]]:
+        """Places that another program holds for the processes; here there are none to take."""
+        return contextlib.nullcontext(())
 
     def size(self, context: LaunchContext) -> int:
         return self._worlds(context)[0].size

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.checkpoint.base import FlatShard as FlatShard
-from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
+from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.data.batch import MicroBatch as MicroBatch
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.precision import Precision
@@ -236,6 +237,13 @@ class Engine(abc.ABC):
     def close(self) -> None:
         """Lets go of hooks and buffers; the communicator is the caller's."""
 
+    def expect(self, saved: Mapping[str, Any]) -> None:  # noqa: B027 - most need not know
+        """Told before ``state_template`` what the checkpoint's state holds beside tensors."""
+
+    def traffic(self) -> Traffic | None:
+        """Bytes of gradients on this rank's wire so far; None where the engine does not count."""
+        return None
+
 
 class Strategy(abc.ABC):
     """How training is spread over processes; subclasses are frozen dataclasses of knobs."""
@@ -246,6 +254,14 @@ class Strategy(abc.ABC):
     def needs_process_group(self, world: World) -> bool:
         """False where one process does without a torch.distributed group (single, dp)."""
         return True
+
+    def comm_options(self, options: CommOptions) -> CommOptions:
+        """The process group that it runs on, where it is bound to one; ``options`` by default.
+
+        Raises:
+            ConfigError: ``options`` ask for another backend than its own.
+        """
+        return options
 
     @abc.abstractmethod
     def mesh(self, world: World) -> Mesh:

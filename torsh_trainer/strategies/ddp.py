@@ -16,11 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.comm.compression.base import NoCompression
+from torsh_trainer.comm.compression.hook import refuse_unused, register
+from torsh_trainer.comm.compression.reducer import GradientReducer, Slot
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.precision import DTypeName
 from torsh_trainer.strategies import buckets, modules
-from torsh_trainer.strategies.base import Engine, Job, LossReport, Mesh, MicroBatch, Strategy
+from torsh_trainer.strategies.base import (
+    Engine,
+    Job,
+    LossReport,
+    Mesh,
+    MicroBatch,
+    Strategy,
+)
+from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
 from torsh_trainer.strategies.native import DTYPES, NativeEngine
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.task import Task
@@ -78,8 +87,7 @@ class DDP(Strategy):
         return Mesh.data_parallel(world)
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
-        if not isinstance(job.compression, NoCompression):
-            raise self.refuse(f"compression={job.compression.name}", use="set compression=none")
+        knobs = compressing(self, job, comm)
         if job.batch.accumulate % self.backward_passes_per_step:
             raise ConfigError(
                 f"strategy.backward_passes_per_step={self.backward_passes_per_step} does not "
@@ -91,16 +99,25 @@ class DDP(Strategy):
             modules.refuse_sparse(model, "strategy.overlap=false", use="set strategy.overlap=true")
         module = computing(model, job)
         modules.compiled(job, [module])
-        return DDPEngine(self, job, comm, model=model, module=module)
+        reducer = reducer_for(knobs, model, job, comm)
+        return DDPEngine(self, job, comm, model=model, module=module, reducer=reducer)
 
 
 class DDPEngine(NativeEngine):
     """The engine of ``ddp``: torch's wrapper, or flat all-reduces after backward."""
 
     def __init__(
-        self, knobs: DDP, job: Job, comm: Communicator, *, model: nn.Module, module: nn.Module
+        self,
+        knobs: DDP,
+        job: Job,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        module: nn.Module,
+        reducer: GradientReducer | None = None,
     ) -> None:
         self._knobs = knobs
+        self._reducer = reducer
         self._checked = False
         self._order: list[str] | None = None
         wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
@@ -114,11 +131,14 @@ class DDPEngine(NativeEngine):
             averaging_ranks=comm.world.size,
             gradient_scale=knobs.gradient_scale,
             wrap_optimizer=_sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
+            compression=compressed(reducer, model, as_in_memory=knobs.overlap),
         )
         self._reduce_dtype = DTYPES[job.precision.reduce]
+        if reducer is not None and self._ddp is not None:
+            refuse_unused(self._ddp, reducer.knobs)
+            register(self._ddp, reducer, self._names)
         if not knobs.overlap:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                comm.broadcast(tensor.detach(), src=0)
+            modules.share([*model.parameters(), *model.buffers()], comm)
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
@@ -151,8 +171,7 @@ class DDPEngine(NativeEngine):
                 yield
 
     def _share_buffers(self) -> None:
-        for buffer in self.model.buffers():
-            self.comm.broadcast(buffer.detach(), src=0)
+        modules.share(self.model.buffers(), self.comm)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -175,8 +194,9 @@ class DDPEngine(NativeEngine):
 
     @property
     def _order_matters(self) -> bool:
-        # The sum of two ranks is the same in either order.
-        return self._ddp is not None and self.comm.world.size > 2
+        # The sum of two ranks is the same in either order; PowerSGD takes matrices by the bucket.
+        more = self.comm.world.size > 2 or self._reducer is not None
+        return self._ddp is not None and more
 
     # -- parameters that no loss reached ---------------------------------------------------------
 
@@ -191,14 +211,14 @@ class DDPEngine(NativeEngine):
         if not unused:
             return
         if not (self._knobs.find_unused_parameters or self._knobs.static_graph):
-            raise _unused_parameters(unused)
+            raise modules.unused_parameters(unused)
         log.info("parameters without a gradient in the first step: %s", ", ".join(unused))
 
     def _unused_error(self) -> ConfigError | None:
         unused = self._unused()
         if self._knobs.find_unused_parameters or not unused or len(unused) == len(self._parameters):
             return None
-        return _unused_parameters(unused)
+        return modules.unused_parameters(unused)
 
     # -- overlap=false ---------------------------------------------------------------------------
 
@@ -210,8 +230,18 @@ class DDPEngine(NativeEngine):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
+        names = [self._names[id(parameter)] for parameter in used]
         for bucket in _buckets(gradients, self._knobs.bucket_cap_mb):
             flat = _flatten_dense_tensors(bucket)
+            if self._reducer is not None:
+                mine, names = names[: len(bucket)], names[len(bucket) :]
+                sizes = [gradient.numel() for gradient in bucket]
+                self._reducer.reduce(flat, Slot.row(list(zip(mine, sizes, strict=True))))
+                for gradient, part in zip(
+                    bucket, _unflatten_dense_tensors(flat, bucket), strict=True
+                ):
+                    gradient.copy_(part)
+                continue
             reduced = flat.to(self._reduce_dtype)
             self.comm.all_reduce(reduced, op="sum")
             reduced.div_(self.comm.world.size)
@@ -303,12 +333,3 @@ def _buckets(gradients: Sequence[Tensor], cap_mb: float) -> Iterator[list[Tensor
         size += nbytes
     if bucket:
         yield bucket
-
-
-def _unused_parameters(unused: list[str]) -> ConfigError:
-    return ConfigError(
-        f"{len(unused)} parameters got no gradient: {', '.join(unused[:8])}"
-        + (", ..." if len(unused) > 8 else ""),
-        fix="set strategy.find_unused_parameters=true, or freeze them (trainer.frozen)",
-        unused=unused,
-    )

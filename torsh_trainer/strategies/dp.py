@@ -11,6 +11,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
+from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.world import World
 
@@ -47,6 +48,7 @@ class DP(Strategy):
             raise self.refuse(f"precision.params={job.precision.params}", use="use strategy=ddp")
         if job.compile is not None:
             raise self.refuse("trainer.compile=true", use="use strategy=ddp")
+        compressing(self, job, comm)  # says that there is nothing to compress
         model = modules.build(job, comm)
         ids = None if self.device_ids is None else list(self.device_ids)
         module = nn.DataParallel(model, device_ids=ids)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.comm.compression.base import NoCompression
+from torsh_trainer.comm.compression.scatter import CompressedScatter
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
+from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm
 from torsh_trainer.world import World
 
@@ -60,8 +61,8 @@ class FSDP(Strategy):
         return Mesh.data_parallel(world, shard=self.shard_size or world.size)
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
-        if not isinstance(job.compression, NoCompression):
-            raise self.refuse(f"compression={job.compression.name}", use="set compression=none")
+        knobs = compressing(self, job, comm)
+        scatter = None if knobs is None else CompressedScatter(knobs, comm, seed=job.seed)
         mesh = _device_mesh(self.mesh(comm.world), comm)
         model = modules.build(job, comm, device=torch.device("cpu") if self.cpu_offload else None)
         modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
@@ -70,7 +71,8 @@ class FSDP(Strategy):
         units = self._units(model)
         modules.compiled(job, units or [model])
         self._shard(model, units, job, mesh)
-        return FSDPEngine(self, job, comm, model=model, shard_group=_shard_group(mesh))
+        group = _shard_group(mesh)
+        return FSDPEngine(self, job, comm, model=model, shard_group=group, scatter=scatter)
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         if self.wrap_modules:
@@ -126,7 +128,14 @@ class FSDPEngine(NativeEngine):
     """The engine of ``fsdp``: the model itself carries FSDP2's hooks."""
 
     def __init__(
-        self, knobs: FSDP, job: Job, comm: Communicator, *, model: nn.Module, shard_group: Any
+        self,
+        knobs: FSDP,
+        job: Job,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        shard_group: Any,
+        scatter: CompressedScatter | None = None,
     ) -> None:
         super().__init__(
             job,
@@ -135,9 +144,13 @@ class FSDPEngine(NativeEngine):
             module=model,
             eval_module=model,
             averaging_ranks=comm.world.size,
+            compression=scatter,
         )
         self._knobs = knobs
         self._shard_group = shard_group
+        for module in model.modules() if scatter is not None else ():
+            if hasattr(module, "set_custom_reduce_scatter"):
+                cast(Any, module).set_custom_reduce_scatter(scatter)
 
     @contextlib.contextmanager
     def _without_sync(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.reducer import share as share
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.strategies.base import Job
 
@@ -141,3 +142,13 @@ def compiled(job: Job, modules: Iterator[nn.Module] | Sequence[nn.Module]) -> No
     if job.compile is not None:
         for module in modules:
             module.compile(**job.compile)
+
+
+def unused_parameters(names: Sequence[str]) -> ConfigError:
+    """The error for parameters that no loss has reached."""
+    return ConfigError(
+        f"{len(names)} parameters got no gradient: {', '.join(names[:8])}"
+        + (", ..." if len(names) > 8 else ""),
+        fix="set strategy.find_unused_parameters=true, or freeze them (trainer.frozen)",
+        unused=list(names),
+    )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.ema import Ema
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.loss_scaling import LossScaler
@@ -24,6 +25,7 @@ from torsh_trainer.strategies.base import (
     MicroBatch,
     StepOutcome,
 )
+from torsh_trainer.strategies.compressing import Compressed
 from torsh_trainer.strategies.state import (
     load_optimizers,
     load_tensors,
@@ -44,7 +46,8 @@ class NativeEngine(Engine):
 
     ``module`` is what ``task.forward`` calls while training (a wrapper around ``model``),
     ``eval_module`` what it calls in evaluation. ``averaging_ranks`` is by how many ranks the
-    wrapper divides the summed gradient, so that the loss can be scaled to undo it.
+    wrapper divides the summed gradient, so that the loss can be scaled to undo it. ``compression``
+    is told of every backward and step, and its state goes into a checkpoint.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class NativeEngine(Engine):
         averaging_ranks: int = 1,
         gradient_scale: float = 1.0,
         wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
+        compression: Compressed | None = None,
     ) -> None:
         self.model = model
         self.module = module
@@ -69,6 +73,7 @@ class NativeEngine(Engine):
         self._sparse = bool(modules.sparse_embeddings(model))
         built = job.build_optimizers(model.named_parameters())
         self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
+        self._compression = compression
         self._device = comm.device
         self._kept = (1.0, torch.ones((), device=comm.device))
         self._generators = _generators(comm.device)
@@ -87,6 +92,8 @@ class NativeEngine(Engine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
+        if self._compression is not None:
+            self._compression.begin(self._loss_scale)
         if len(micro_batches) == 1:
             return LossReport((self._micro_batch(micro_batches[0], total_weight, task),))
         with self._without_sync():
@@ -131,9 +138,18 @@ class NativeEngine(Engine):
                 optimizer.step()
             if self._ema is not None:
                 self._ema.update()
+        self._stepped(outcome)
+        return outcome
+
+    def _stepped(self, outcome: StepOutcome) -> None:
         if self._scaler is not None:
             self._scaler.update(found_nonfinite=outcome.skipped)
-        return outcome
+        if self._compression is not None:
+            self._compression.advance()
+
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else self._scaler.scale
 
     def _unscale_and_clip(
         self, parameters: Iterable[nn.Parameter], clip: Clip, *, measure_norm: bool
@@ -161,6 +177,8 @@ class NativeEngine(Engine):
     # -- manual optimization --------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if self._compression is not None:
+            self._compression.begin(self._loss_scale)
         if self._scaler is not None:
             loss = loss * self._scaler.scale
         with contextlib.nullcontext() if sync else self._without_sync():
@@ -177,8 +195,7 @@ class NativeEngine(Engine):
             optimizer.step()
             if self._ema is not None:
                 self._ema.update()
-        if self._scaler is not None:
-            self._scaler.update(found_nonfinite=outcome.skipped)
+        self._stepped(outcome)
         return outcome
 
     # -- evaluation -----------------------------------------------------------------------------
@@ -247,12 +264,21 @@ class NativeEngine(Engine):
             state["loss_scale"] = self._scaler.state_dict()
         if self._ema is not None:
             state["ema"] = self._ema.state_dict()
+        if self._compression is not None:
+            state["compression"] = self._compression.state_dict()
         return state
+
+    def expect(self, saved: Mapping[str, Any]) -> None:
+        if self._compression is not None:
+            self._compression.expect(saved.get("compression", {}))
 
     def state_template(self) -> dict[str, Any]:
         for optimizer in self.optimizers.values():
             materialise_slots(optimizer)
-        return self.state_dict()
+        state = self.state_dict()
+        if self._compression is not None:
+            state["compression"] = self._compression.template()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_tensors(self.model.state_dict(), state["model"])
@@ -261,6 +287,11 @@ class NativeEngine(Engine):
             self._scaler.load_state_dict(state["loss_scale"])
         if self._ema is not None and "ema" in state:
             self._ema.load_state_dict(state["ema"])
+        if self._compression is not None:
+            self._compression.load(state.get("compression", {}))
+
+    def traffic(self) -> Traffic | None:
+        return None if self._compression is None else self._compression.traffic
 
     def close(self) -> None:
         self.zero_grad()

@@ -12,6 +12,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
+from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine
 from torsh_trainer.world import World
 
@@ -34,6 +35,7 @@ class Single(Strategy):
         return Mesh()
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
+        compressing(self, job, comm)  # says that there is nothing to compress
         model = modules.build(job, comm)
         module = computing(model, job)
         modules.compiled(job, [module])

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from torsh_trainer.comm.base import Communicator, Reduction
+from torsh_trainer.comm.base import CommOptions, Communicator, Reduction
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.testing.ranks import RankPool, shared
+from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
@@ -30,13 +30,15 @@ _REDUCE: dict[Reduction, Callable[[list[float]], float]] = {
 class CommunicatorContract:
     """What every communicator must do; a plugin's test is one class that inherits this one.
 
-    ``communicator`` makes the one under test on a rank, from torch's communicator (gloo) of the
-    same processes; by default it is that one. ``world_sizes`` are the numbers of processes.
+    ``communicator`` makes the one under test on a rank, from torch's communicator of the same
+    processes; by default it is that one. ``comm_options`` choose its backend, gloo where they do
+    not. ``world_sizes`` are the numbers of processes.
     """
 
     world_sizes: ClassVar[tuple[int, ...]] = (2, 4)
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = DTYPES
+    comm_options: ClassVar[CommOptions] = OPTIONS
 
     @staticmethod
     def communicator(comm: Communicator) -> Communicator:
@@ -360,13 +362,13 @@ class CommunicatorContract:
             comm.close()
             comm.close()
 
-        with RankPool(world_size, device=self.device) as pool:
+        with RankPool(world_size, device=self.device, options=self.comm_options) as pool:
             pool.run(_with_communicator, type(self).communicator, case)
 
     # -- how it is done ---------------------------------------------------------------------------
 
     def _run(self, case: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        pool = shared(world_size, self.device)
+        pool = shared(world_size, self.device, self.comm_options)
         return pool.run(_with_communicator, type(self).communicator, case, *args)
 
     def _columns(

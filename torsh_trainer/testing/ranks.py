@@ -204,9 +204,9 @@ class RankPool:
 
 
 @cache
-def shared(world_size: int, device: str = "cpu") -> RankPool:
-    """The pool of that size that all tests of this process share; it ends with the process."""
-    pool = RankPool(world_size, device=device)
+def shared(world_size: int, device: str = "cpu", options: CommOptions = OPTIONS) -> RankPool:
+    """The pool of that kind that all tests of this process share; it ends with the process."""
+    pool = RankPool(world_size, device=device, options=options)
     atexit.register(pool.close)
     return pool
 

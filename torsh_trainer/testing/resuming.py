@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset
 
 from torsh_trainer.callbacks.base import Callback, EvaluationReport, StepReport
-from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.checkpoint.base import CheckpointOptions, FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.batch import MicroBatch
@@ -195,6 +195,8 @@ def _mine(value: Any) -> Any:
     """This rank's part of a state, copied."""
     if isinstance(value, DTensor):
         return value.to_local().detach().clone()
+    if isinstance(value, FlatShard):
+        return value.tensor.detach().clone()
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import cloudpickle
 import torch
 
+from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.precision import LossScaling, Precision
 from torsh_trainer.strategies.base import Clip, Strategy
 from torsh_trainer.testing import cases, reference
@@ -29,7 +30,7 @@ from torsh_trainer.testing.compare import (
     same_tensors,
     world_of,
 )
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import OPTIONS, shared
 from torsh_trainer.testing.reference import Outcome, Scenario
 from torsh_trainer.testing.tiny import TinyData, TinyModelOptions, TinyTask
 
@@ -69,6 +70,7 @@ class StrategyContract:
     model with a parameter that no loss reaches, where a knob must say so.
     ``tolerances`` replaces bounds by precision name, where an engine rounds in other places.
     ``micro_batches`` multiplies the micro-batches of every step, where a knob wants a multiple.
+    ``comm_options`` choose the backend of the processes, gloo where they do not.
     """
 
     strategy: ClassVar[Strategy]
@@ -78,6 +80,7 @@ class StrategyContract:
     tolerances: ClassVar[Mapping[str, Tolerance]] = {}
     micro_batches: ClassVar[int] = 1
     device: ClassVar[str] = "cpu"
+    comm_options: ClassVar[CommOptions] = OPTIONS
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: Any) -> None:
@@ -351,7 +354,7 @@ class StrategyContract:
         *args: Any,
         strategy: Strategy | None = None,
     ) -> list[Any]:
-        pool = shared(world_size, self.device)
+        pool = shared(world_size, self.device, self.comm_options)
         return pool.run(case, strategy or self.strategy, self._cut(scenario), *args)
 
     def _expected(self, scenario: Scenario, world_size: int, strategy: Strategy) -> Outcome:

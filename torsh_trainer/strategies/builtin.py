@@ -1,0 +1,201 @@
+"""The built-in data parallel strategies: gradients summed in buckets from hooks, no wrapper.
+
+Every process holds the whole model; ``torsh_trainer.comm.reducer`` sums the gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.comm.compression.reducer import GradientReducer, Slot
+from torsh_trainer.comm.reducer import Bucket, BucketReducer, Reduce
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.strategies import modules
+from torsh_trainer.strategies.base import Engine, Job, LossReport, Mesh, MicroBatch, Strategy
+from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
+from torsh_trainer.strategies.native import DTYPES, NativeEngine
+from torsh_trainer.strategies.single import computing
+from torsh_trainer.task import Task
+from torsh_trainer.world import World
+
+
+@dataclass(frozen=True)
+class BuiltIn(Strategy):
+    """Data parallel on one backend of torch.distributed.
+
+    ``bucket_cap_mb`` is the size of a gradient bucket in MiB; a larger parameter is a bucket of its
+    own. ``overlap`` false communicates after the whole backward instead of during it.
+    ``find_unused_parameters`` allows parameters without a gradient, at the price of one small
+    reduction a step. ``broadcast_buffers`` takes rank 0's buffers before every forward.
+    """
+
+    backend: ClassVar[str]
+    bucket_cap_mb: float = 25.0
+    overlap: bool = True
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.bucket_cap_mb <= 0:
+            raise ConfigError(
+                f"strategy.bucket_cap_mb={self.bucket_cap_mb} is not positive",
+                fix="the default is 25",
+            )
+
+    def comm_options(self, options: CommOptions) -> CommOptions:
+        if options.backend not in ("auto", self.backend):
+            raise ConfigError(
+                f"strategy={self.name} is data parallel over {self.backend}, and "
+                f"comm.backend={options.backend}",
+                fix=f"drop comm, or choose strategy=ddp comm={options.backend}",
+            )
+        return replace(options, backend=self.backend)
+
+    def mesh(self, world: World) -> Mesh:
+        return Mesh.data_parallel(world)
+
+    def prepare(self, job: Job, comm: Communicator) -> Engine:
+        knobs = compressing(self, job, comm)
+        if knobs is not None and knobs.keeps_residual and self.find_unused_parameters:
+            raise self.refuse(
+                "compression.memory=residual with strategy.find_unused_parameters: what is owed to "
+                "a parameter that a step does not use would be lost",
+                use="set compression.memory=none, or strategy=ddp strategy.overlap=false",
+            )
+        model = modules.build(job, comm)
+        modules.refuse_sparse(model, f"strategy={self.name}", use="use strategy=ddp")
+        module = computing(model, job)
+        modules.compiled(job, [module])
+        reducer = reducer_for(knobs, model, job, comm)
+        return BuiltInEngine(self, job, comm, model=model, module=module, compressor=reducer)
+
+
+@dataclass(frozen=True)
+class NCCL(BuiltIn):
+    """Built-in data parallel over NCCL, between CUDA devices."""
+
+    name: ClassVar[str] = "nccl"
+    backend: ClassVar[str] = "nccl"
+
+
+@dataclass(frozen=True)
+class Gloo(BuiltIn):
+    """Built-in data parallel over gloo, between CPUs."""
+
+    name: ClassVar[str] = "gloo"
+    backend: ClassVar[str] = "gloo"
+
+
+@dataclass(frozen=True)
+class MPI(BuiltIn):
+    """Built-in data parallel over MPI."""
+
+    name: ClassVar[str] = "mpi"
+    backend: ClassVar[str] = "mpi"
+
+
+class BuiltInEngine(NativeEngine):
+    """The engine of ``nccl``, ``gloo`` and ``mpi``: plain modules, hooks, flat buckets.
+
+    The loss of a step is scaled so that gradients are summed over ranks; under manual optimization,
+    and by ``compressor``, they are averaged.
+    """
+
+    def __init__(
+        self,
+        knobs: BuiltIn,
+        job: Job,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        module: nn.Module,
+        compressor: GradientReducer | None = None,
+    ) -> None:
+        super().__init__(
+            job,
+            comm,
+            model=model,
+            module=module,
+            eval_module=module,
+            averaging_ranks=1 if compressor is None else comm.world.size,
+            compression=compressed(compressor, model, as_in_memory=True),
+        )
+        self._knobs = knobs
+        self._averages = compressor is not None
+        self._reducer: BucketReducer | None = None
+        if comm.world.size == 1:
+            return
+        modules.share([*model.parameters(), *model.buffers()], comm)
+        self._reducer = BucketReducer(
+            self._parameters,
+            comm,
+            bucket_cap_mb=knobs.bucket_cap_mb,
+            dtype=DTYPES[job.precision.reduce],
+            overlap=knobs.overlap,
+            find_unused=knobs.find_unused_parameters,
+        )
+        if compressor is not None:
+            self._reducer.reduce = self._compressed_by(compressor, self._reducer.buckets)
+
+    def _compressed_by(self, compressor: GradientReducer, buckets: Sequence[Bucket]) -> Reduce:
+        rows = [
+            Slot.row([(self._names[id(p)], p.numel()) for p in bucket.parameters])
+            for bucket in buckets
+        ]
+        return lambda number, flat: compressor.start(flat, rows[number])
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> LossReport:
+        if self._knobs.broadcast_buffers:
+            self._share_buffers()
+        report = super().forward_backward(micro_batches, total_weight, task)
+        self._finish()
+        return report
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if self._reducer is None or self._averages:
+            super().backward(loss, sync=sync)
+            if sync:
+                self._finish()
+            return
+        self._reducer.factor = 1.0 / self.comm.world.size
+        try:
+            super().backward(loss, sync=sync)
+            if sync:
+                self._finish()
+        finally:
+            self._reducer.factor = 1.0
+
+    def close(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+        super().close()
+
+    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._reducer is None else self._reducer.without_sync()
+
+    def _share_buffers(self) -> None:
+        if self._reducer is not None:
+            modules.share(self.model.buffers(), self.comm)
+
+    def _finish(self) -> None:
+        """Has every gradient summed.
+
+        Raises:
+            ConfigError: a parameter has no gradient, and that is not allowed.
+        """
+        unused = self._reducer.finish() if self._reducer is not None else []
+        if unused and not self._knobs.find_unused_parameters:
+            missing = set(unused)
+            raise modules.unused_parameters(
+                [self._names[id(p)] for p in self._parameters if p in missing]
+            )
