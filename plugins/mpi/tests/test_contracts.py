@@ -1,0 +1,45 @@
+"""The mpi backend keeps the contracts that gloo keeps, and its launcher those of launchers."""
+
+from dataclasses import replace
+
+from torsh_mpi.launcher import Mpi
+
+from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.testing import CommunicatorContract, LauncherContract, StrategyContract
+from torsh_trainer.testing.ranks import OPTIONS
+
+MPI = replace(OPTIONS, backend="mpi")
+
+
+class TestCommunicator(CommunicatorContract):
+    comm_options = MPI
+    world_sizes = (2, 4)
+
+
+class TestDDP(StrategyContract):
+    strategy = DDP()
+    comm_options = MPI
+    for_unused = DDP(find_unused_parameters=True)
+
+
+class TestDDPWithZero1(StrategyContract):
+    strategy = DDP(zero1=True, find_unused_parameters=True)
+    comm_options = MPI
+    world_sizes = (2,)
+
+
+class TestFSDP(StrategyContract):
+    world_sizes = (2,)
+    strategy = FSDP()
+    comm_options = MPI
+
+
+class TestHSDP(StrategyContract):
+    strategy = FSDP(shard_size=2, wrap_min_parameters=60)
+    comm_options = MPI
+    world_sizes = (4,)
+
+
+class TestLauncher(LauncherContract):
+    launcher = Mpi(num_processes=2)
