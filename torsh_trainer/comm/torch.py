@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torsh_trainer.comm.base import Communicator, Reduction, Work, check_mean
+from torsh_trainer.comm.ending import settle
 from torsh_trainer.errors import ConfigError, TrainingError
 from torsh_trainer.world import Rendezvous, World
 
@@ -23,6 +25,8 @@ _OPS = {
 }
 AVERAGING = ("nccl", "gloo", "mpi")
 """Backends that know AVG; for any other the mean is a sum, divided here."""
+
+atexit.register(settle)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
