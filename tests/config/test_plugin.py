@@ -38,8 +38,9 @@ def environment(repository, tmp_path_factory) -> Path:
     home = tmp_path_factory.mktemp("environment")
     venv.create(home)
     (site_packages,) = (home / "lib").glob("python*/site-packages")
-    places = [sysconfig.get_path("purelib"), str(repository)]
-    (site_packages / "lent.pth").write_text("\n".join(places) + "\n")
+    # As a folder of site packages: what lies there in editable form is found as well.
+    lent = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"
+    (site_packages / "lent.pth").write_text(f"{lent}\n{repository}\n")
     return home / "bin" / "python"
 
 

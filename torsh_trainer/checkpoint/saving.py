@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,13 +26,6 @@ DOING = "save the checkpoint"
 
 _AFTER_THE_END_S = 30.0
 """How long a save may go on when the program has ended without closing the checkpointer."""
-
-_NICENESS = 10
-"""By how much less a saving thread weighs than training's threads where there are too few cores.
-
-A step that many threads share waits for the slowest: beside an equal writer it takes several times
-as long, and beside one that gives way hardly longer.
-"""
 
 
 class Part(NamedTuple):
@@ -153,7 +144,6 @@ class Saving:
         return None
 
     def _run(self) -> None:
-        _give_way()
         part = self.write()
         if part.error is not None:
             self._warn(part.error)
@@ -209,11 +199,3 @@ def begun(store: Store, step: int, target: Location, planner: Planner) -> Room:
     except OSError as error:
         refused = told(error, DOING, target, rank=0)
         raise advised(refused, store.folder, size_bytes=planner.whole_size_bytes) from error
-
-
-def _give_way() -> None:
-    """Lowers this thread's priority; only Linux has one for each thread."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
-        now = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(19, now + _NICENESS))

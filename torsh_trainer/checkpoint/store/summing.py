@@ -58,11 +58,10 @@ def sum_up(path: Location, *, threads: int = 1) -> Sum:
 
 
 class RunningSum:
-    """The CRC-32 of data as it passes; ``beside``: on a thread, while something is done with it."""
+    """The CRC-32 of data as it passes, computed on a thread beside what is done with it."""
 
-    def __init__(self, *, beside: bool) -> None:
+    def __init__(self) -> None:
         self.crc = 0
-        self._beside = beside
         self._asked: SimpleQueue[Any] = SimpleQueue()
         self._told: SimpleQueue[int] = SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -70,7 +69,7 @@ class RunningSum:
     @contextmanager
     def adding(self, data: Any) -> Iterator[None]:
         """Adds ``data`` while the block runs; then the data is the caller's again."""
-        if not self._beside or memoryview(data).nbytes < _BLOCK_BYTES:
+        if memoryview(data).nbytes < _BLOCK_BYTES:
             self.crc = zlib.crc32(data, self.crc)
             yield
             return

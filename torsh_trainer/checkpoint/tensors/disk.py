@@ -94,8 +94,7 @@ def write_tensors(planner: Planner, folder: Location) -> Written:
     Raises:
         OSError: the disk refused; a remote store raises what its library raises.
     """
-    # While training goes on, a second thread would take a core from it, and gain little here.
-    writer = _Writer(folder, sums_beside=planner.staging is None)
+    writer = _Writer(folder)
     writer.set_up_storage_writer(is_coordinator=planner.is_coordinator)
     try:
         with _pieces_not_summed():
@@ -181,10 +180,10 @@ def read(folder: Location, metadata: Metadata, into: Mapping[Key, Leaf]) -> None
 class _Summed(io.BufferedWriter):
     """A file that sums up what is written to it, and remembers when the disk refused."""
 
-    def __init__(self, path: Location, *, sums_beside: bool) -> None:
+    def __init__(self, path: Location) -> None:
         super().__init__(path.open("wb", buffering=0), buffer_size=1 << 20)
         self.size_bytes = 0
-        self.sum = RunningSum(beside=sums_beside)
+        self.sum = RunningSum()
         self.refused: Exception | None = None
         self._is_closed = False
 
@@ -208,9 +207,8 @@ class _Summed(io.BufferedWriter):
 class _SummedFiles(FileSystem):
     """Files of any place, with the digests of those written through it."""
 
-    def __init__(self, *, sums_beside: bool = True) -> None:
+    def __init__(self) -> None:
         self.digests: dict[str, Digest] = {}
-        self._sums_beside = sums_beside
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -219,7 +217,7 @@ class _SummedFiles(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
         target: Location = path
-        stream = _Summed(target, sums_beside=self._sums_beside)
+        stream = _Summed(target)
         try:
             with stream:
                 yield stream
@@ -254,10 +252,10 @@ class _Kept(_SummedFiles):
 class _Writer(FileSystemWriter):
     fs: _SummedFiles
 
-    def __init__(self, folder: Location, *, sums_beside: bool = True) -> None:
+    def __init__(self, folder: Location) -> None:
         # What a store has taken is safe there; a file of this machine is synced.
         super().__init__(Path(), sync_files=isinstance(folder, Path))
-        self.fs = _SummedFiles(sums_beside=sums_beside)
+        self.fs = _SummedFiles()
         self.path: Any = folder
 
     def storage_meta(self) -> StorageMeta:
