@@ -47,4 +47,3 @@ def _sleeps(task: Path) -> bool:
     with contextlib.suppress(OSError):
         return (task / "stat").read_text().rpartition(")")[2].split()[0] == "S"
     return True
-
