@@ -81,6 +81,13 @@ def project(repository: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def plugins(repository) -> list[dict[str, Any]]:
+    """The [project] tables of the plugin distributions that live here."""
+    files = sorted(repository.glob("plugins/*/pyproject.toml"))
+    return [tomllib.loads(file.read_text())["project"] for file in files]
+
+
+@pytest.fixture(scope="session")
 def run_command() -> RunCommand:
     """``run_command(command, cwd=, env={}, timeout_s=120)``: any command, run to its end."""
     return _run

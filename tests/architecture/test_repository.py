@@ -56,14 +56,17 @@ def test_every_recipe_has_its_yaml_and_a_readme(repository):
         assert (recipe / "README.md").is_file(), recipe.name
 
 
-def test_constraints_pin_every_requirement_exactly(repository, project):
+def test_constraints_pin_every_requirement_exactly(repository, project, plugins):
     lines = (repository / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     exact = re.compile(r"[\w.-]+==[\w.]+(; python_version .*)?")
     assert [pin for pin in pins if not exact.fullmatch(pin)] == []
     assert "torch==2.13.0" in pins
 
+    assert plugins
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    names = {re.split(r"[^\w-]", requirement)[0] for requirement in wanted} - {project["name"]}
+    wanted += chain(*(plugin["dependencies"] for plugin in plugins))
+    ours = {project["name"], *(plugin["name"] for plugin in plugins)}
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in wanted} - ours
     normal = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
     assert {name.lower().replace("_", "-") for name in names} - normal == set()
