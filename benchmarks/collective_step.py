@@ -6,6 +6,7 @@ socket: what is compared is the step that a user of one process has.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -77,7 +78,12 @@ def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
                 launcher = Local(num_processes=case.processes, threads_per_process=1)
                 blocks = 5 if quick else case.blocks
                 found: Blocks = launcher.launch(
-                    _rank, case, contender, blocks, Path(folder), context=LaunchContext(env={})
+                    _rank,
+                    case,
+                    contender,
+                    blocks,
+                    Path(folder),
+                    context=LaunchContext(env=dict(os.environ)),
                 )
             ratio = found.ratio
             rows.append(
