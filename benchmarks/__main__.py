@@ -18,6 +18,7 @@ from benchmarks import (
     collective_step,
     ddp_step,
     first_step,
+    slow_link,
     step_cost,
 )
 
@@ -45,6 +46,7 @@ PARTS: dict[str, Part] = {
     "c": first_step,
     "e": checkpoints,
     "f": collective_step,
+    "g": slow_link,
 }
 """By letter; (d) is measured with (c)."""
 

@@ -131,7 +131,9 @@ def test_signs_take_a_bit_and_come_back(size: int) -> None:
     packed = torch.empty(packed_bytes(size), dtype=torch.uint8)
     pack(flags, packed)
     assert packed.numel() == math.ceil(size / 8)
-    assert torch.equal(unpack(packed, size), flags)
+    assert torch.equal(unpack(packed, slice(0, size)).bool(), flags)
+    for begin, end in ((0, 1), (size // 3, size // 2 + 1), (size - 1, size)):
+        assert torch.equal(unpack(packed, slice(begin, end)).bool(), flags[begin:end])
 
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000])

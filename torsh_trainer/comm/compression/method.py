@@ -17,6 +17,8 @@ from torsh_trainer.comm.compression.wire import Wire, keep_for_stream
 
 _ALIGNED = 8
 """Bytes: every part of a payload begins where int64 may, so that it can be read as any type."""
+_CHUNK = 1 << 16
+"""Elements computed in one go on a CPU: what comes between stays in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,21 @@ def into(out: Tensor) -> Iterator[Tensor]:
     yield mean
     if mean is not out:
         out.copy_(mean)
+
+
+def chunks(size: int, device: torch.device, *, block: int = 1) -> Iterator[tuple[slice, slice]]:
+    """(elements, their blocks of ``block``) in turn; a last block that is not full comes alone.
+
+    Every span of elements can so be viewed as ``[blocks, -1]`` without padding. A device that is
+    no CPU takes all full blocks at once.
+    """
+    full = size - size % block
+    step = max(1, _CHUNK // block) * block if device.type == "cpu" else max(1, full)
+    for begin in range(0, full, step):
+        end = min(begin + step, full)
+        yield slice(begin, end), slice(begin // block, end // block)
+    if full < size:
+        yield slice(full, size), slice(full // block, full // block + 1)
 
 
 def is_finite(tensor: Tensor) -> bool:

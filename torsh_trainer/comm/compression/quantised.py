@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torsh_trainer.comm.compression.base import Compressing, at_least, choose
-from torsh_trainer.comm.compression.method import Draw, Gathered, Method, Piece
+from torsh_trainer.comm.compression.method import Draw, Gathered, Method, Piece, chunks
 from torsh_trainer.comm.compression.wire import Wire
 
 Rounding = Literal["nearest", "stochastic"]
@@ -74,47 +73,74 @@ class Format:
 
     def encode(self, value: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
         """Writes ``value`` (fp32, 1-D) into ``payload`` (uint8); what ``decode`` will give."""
-        blocks = self._in_blocks(value)
-        scales = blocks.abs().amax(dim=1, keepdim=True).div_(self.levels)
-        scales[scales < _SMALLEST] = 0.0
-        numbers = blocks * torch.where(scales > 0.0, 1.0 / scales, scales)
+        sent = torch.empty_like(value)
+        for span, part in self._written(value, payload, generator):
+            sent[span] = part
+        return sent
+
+    def take(self, value: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
+        """As ``encode``; ``value`` keeps what was not sent."""
+        for span, part in self._written(value, payload, generator):
+            value[span].sub_(part)
+
+    def _written(
+        self, value: Tensor, payload: Tensor, generator: torch.Generator | None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Writes the payload, and gives in turn what each span of it stands for."""
+        size = value.numel()
+        scales, packed = self._parts(payload, size)
+        whole = packed if self.bits == 8 else packed.new_empty(size)
+        for span, blocks in chunks(size, value.device, block=self._block(size)):
+            scale = scales[blocks]
+            rows = value[span].view(scale.numel(), -1)
+            numbers = rows.abs()
+            torch.amax(numbers, dim=1, out=scale)
+            scale.div_(self.levels)
+            scale.masked_fill_(scale < _SMALLEST, 0.0)
+            inverse = torch.where(scale > 0.0, 1.0 / scale, scale)
+            torch.mul(rows, inverse.unsqueeze(1), out=numbers)
+            self._round(numbers, generator)
+            # NaN is no whole number; its scale is NaN too, which is enough.
+            numbers.clamp_(-self.levels, self.levels).nan_to_num_(0.0)
+            whole[span].copy_(numbers.view(-1))
+            yield span, numbers.mul_(scale.unsqueeze(1)).view(-1)
+        if self.bits == 4:
+            _pack(whole, packed.view(torch.uint8))
+
+    def _round(self, numbers: Tensor, generator: torch.Generator | None) -> None:
         if self.rounding == "stochastic":
             numbers += torch.rand(numbers.shape, generator=generator, device=numbers.device)
             numbers.floor_()
         else:
             numbers.round_()
-        numbers.clamp_(-self.levels, self.levels)
-        self._write(scales, numbers, payload, value.numel())
-        return (numbers * scales).view(-1)[: value.numel()]
 
     def decode(self, payload: Tensor, size: int) -> Tensor:
         """``size`` elements, fp32."""
-        count = self._blocks(size)
-        scales = payload[: 4 * count].view(torch.float32).unsqueeze(1)
-        whole = _unpack(payload[4 * count :], size) if self.bits == 4 else payload[4 * count :]
-        numbers = whole.view(torch.int8).float()
-        padded = F.pad(numbers, (0, count * self._block(size) - size))
-        return padded.view(count, -1).mul_(scales).view(-1)[:size]
+        values = payload.new_empty(size, dtype=torch.float32)
+        self.decode_mean([payload], values)
+        return values
 
-    def _write(self, scales: Tensor, numbers: Tensor, payload: Tensor, size: int) -> None:
-        count = scales.numel()
-        payload[: 4 * count].view(torch.float32).copy_(scales.view(-1))
-        # NaN is no whole number; its scale is NaN too, which is enough.
-        whole = numbers.nan_to_num_(0.0).view(-1)[:size].to(torch.int8)
-        if self.bits == 4:
-            _pack(whole, payload[4 * count :])
-        else:
-            payload[4 * count :].view(torch.int8).copy_(whole)
+    def decode_mean(self, payloads: Sequence[Tensor], mean: Tensor) -> None:
+        """The mean of what ``payloads`` stand for, into ``mean`` (fp32, 1-D)."""
+        size = mean.numel()
+        parts = [self._parts(payload, size) for payload in payloads]
+        scales = [scale / len(payloads) for scale, _ in parts]
+        for span, blocks in chunks(size, mean.device, block=self._block(size)):
+            rows = mean[span].view(blocks.stop - blocks.start, -1).zero_()
+            for scale, (_, packed) in zip(scales, parts, strict=True):
+                whole = packed[span] if self.bits == 8 else _unpack(packed, span)
+                rows.addcmul_(whole.float().view(rows.shape), scale[blocks].unsqueeze(1))
+
+    def _parts(self, payload: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Scales (fp32), and the numbers or what they are packed in (int8)."""
+        end = 4 * self._blocks(size)
+        return payload[:end].view(torch.float32), payload[end:].view(torch.int8)
 
     def _block(self, size: int) -> int:
         return min(self.block_size, max(1, size))
 
     def _blocks(self, size: int) -> int:
         return -(-size // self._block(size))
-
-    def _in_blocks(self, value: Tensor) -> Tensor:
-        block = self._block(value.numel())
-        return F.pad(value, (0, -value.numel() % block)).view(-1, block)
 
 
 def _pack(numbers: Tensor, out: Tensor) -> None:
@@ -125,10 +151,13 @@ def _pack(numbers: Tensor, out: Tensor) -> None:
     out[: numbers.numel() - half] |= nibbles[half:] << 4
 
 
-def _unpack(packed: Tensor, size: int) -> Tensor:
-    """The inverse of ``_pack``: ``size`` bytes, the sign of four bits carried on."""
-    nibbles = torch.cat((packed & 15, packed >> 4))[:size]
-    return (nibbles ^ 8) - 8
+def _unpack(packed: Tensor, span: slice) -> Tensor:
+    """Those numbers that ``_pack`` was given."""
+    half = packed.numel()
+    low = packed[span.start : min(span.stop, half)]
+    high = packed[max(0, span.start - half) : max(0, span.stop - half)]
+    # A shift to the right carries the sign on.
+    return torch.cat(((low << 4) >> 4, high >> 4))
 
 
 class Quantised(Gathered):
@@ -146,11 +175,8 @@ class Quantised(Gathered):
         if self._format.rounding == "stochastic":
             device = piece.value.device
             generator = self.draw.generator(device, "round", piece.name, self.wire.rank)
-        sent = self._format.encode(piece.value, payload, generator)
-        if piece.keeps:
-            piece.value.sub_(sent)
+        write = self._format.take if piece.keeps else self._format.encode
+        write(piece.value, payload, generator)
 
     def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
-        mean.zero_()
-        for payload in payloads:
-            mean.add_(self._format.decode(payload, mean.numel()), alpha=1.0 / self.wire.size)
+        self._format.decode_mean(payloads, mean)

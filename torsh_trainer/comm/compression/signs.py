@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torsh_trainer.comm.compression.base import Compressing, at_least
-from torsh_trainer.comm.compression.method import Draw, Gathered, Method, Piece
+from torsh_trainer.comm.compression.method import Draw, Gathered, Method, Piece, chunks
 from torsh_trainer.comm.compression.wire import Wire
 
 
@@ -27,7 +27,7 @@ class SignSGD(Compressing):
     name: ClassVar[str] = "signsgd"
 
     def method(self, wire: Wire, draw: Draw) -> Method:
-        return Vote(wire, draw, None)
+        return Vote(wire, draw)
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,9 @@ class OneBit(Compressing):
 
 
 class Signs(Gathered):
-    """Signs and scales, gathered; the mean of what they stand for.
+    """Signs, and a scale for every block, gathered; the mean of what they stand for."""
 
-    ``block_size`` None is one scale for a parameter.
-    """
-
-    def __init__(self, wire: Wire, draw: Draw, block_size: int | None) -> None:
+    def __init__(self, wire: Wire, draw: Draw, block_size: int) -> None:
         super().__init__(wire, draw)
         self._block_size = block_size
 
@@ -65,48 +62,69 @@ class Signs(Gathered):
 
     def encode(self, piece: Piece, payload: Tensor) -> None:
         value, size = piece.value, piece.value.numel()
-        count = self._blocks(size)
-        padded = F.pad(value.abs(), (0, count * self._block(size) - size)).view(count, -1)
-        scales = payload[: 4 * count].view(torch.float32)
-        torch.mean(padded, dim=1, out=scales)
-        if size < padded.numel():  # zeros that were added belong to nobody
-            scales[-1] *= padded.shape[1] / (size - (count - 1) * padded.shape[1])
-        pack(torch.signbit(value), payload[4 * count :])
-        if piece.keeps:
-            whole = self._whole(scales, size)
-            value.sub_(torch.copysign(whole, value, out=whole))
+        scales, packed = self._parts(payload, size)
+        negative = value.new_empty(size, dtype=torch.bool)
+        for span, blocks in chunks(size, value.device, block=self._block(size)):
+            rows, scale = value[span].view(blocks.stop - blocks.start, -1), scales[blocks]
+            torch.signbit(value[span], out=negative[span])
+            torch.mean(rows.abs(), dim=1, out=scale)
+            if piece.keeps:
+                rows.sub_(torch.copysign(scale.unsqueeze(1), rows))
+        pack(negative, packed)
 
     def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
-        mean.zero_()
-        count = self._blocks(mean.numel())
-        for payload in payloads:
-            scales = payload[: 4 * count].view(torch.float32)
-            negative = unpack(payload[4 * count :], mean.numel())
-            signs = torch.where(negative, -1.0 / self.wire.size, 1.0 / self.wire.size)
-            mean.addcmul_(self._whole(scales, mean.numel()), signs)
+        size = mean.numel()
+        parts = [self._parts(payload, size) for payload in payloads]
+        shares = [scales / self.wire.size for scales, _ in parts]
+        for span, blocks in chunks(size, mean.device, block=self._block(size)):
+            rows = mean[span].view(blocks.stop - blocks.start, -1).zero_()
+            for share, (_, packed) in zip(shares, parts, strict=True):
+                signs = unpack(packed, span).float().mul_(-2.0).add_(1.0)  # of 0 and 1
+                rows.addcmul_(signs.view(rows.shape), share[blocks].unsqueeze(1))
 
-    def _whole(self, scales: Tensor, size: int) -> Tensor:
-        """The scale of each element, without its sign."""
-        return scales.unsqueeze(1).repeat(1, self._block(size)).view(-1)[:size]
+    def _parts(self, payload: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Scales, and packed signs."""
+        end = 4 * self._blocks(size)
+        return payload[:end].view(torch.float32), payload[end:]
 
     def _block(self, size: int) -> int:
-        return size if self._block_size is None else min(self._block_size, size)
+        return min(self._block_size, size)
 
     def _blocks(self, size: int) -> int:
         return -(-size // self._block(size))
 
 
-class Vote(Signs):
-    """What most ranks say, times the mean of their scales."""
+class Vote(Gathered):
+    """Signs, and one scale for a parameter: what most ranks say, times the mean of their scales."""
+
+    def payload_bytes(self, size: int) -> int:
+        return 4 + packed_bytes(size)
+
+    def encode(self, piece: Piece, payload: Tensor) -> None:
+        value, size = piece.value, piece.value.numel()
+        negative = value.new_empty(size, dtype=torch.bool)
+        spans = [span for span, _ in chunks(size, value.device)]
+        sums = []
+        for span in spans:
+            torch.signbit(value[span], out=negative[span])
+            sums.append(value[span].abs().sum())
+        scale = torch.stack(sums).sum() / size
+        payload[:4].view(torch.float32).copy_(scale)
+        pack(negative, payload[4:])
+        if piece.keeps:
+            for span in spans:
+                value[span].sub_(torch.copysign(scale, value[span]))
 
     def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
-        against = mean.new_zeros(mean.numel(), dtype=torch.int16)
-        scale = mean.new_zeros(1)
-        for payload in payloads:
-            scale += payload[:4].view(torch.float32)
-            against += unpack(payload[4:], mean.numel())
-        votes = against.mul_(-2).add_(self.wire.size).sign_()
-        torch.mul(votes, scale.div_(self.wire.size), out=mean)
+        ranks = self.wire.size
+        scales = torch.cat([payload[:4].view(torch.float32) for payload in payloads])
+        scale = scales.sum() / ranks
+        for span, _ in chunks(mean.numel(), mean.device):
+            against = mean.new_zeros(span.stop - span.start, dtype=torch.int16)
+            for payload in payloads:
+                against += unpack(payload[4:], span)
+            votes = against.mul_(-2).add_(ranks).sign_()
+            torch.mul(votes, scale, out=mean[span])
 
 
 def packed_bytes(size: int) -> int:
@@ -119,13 +137,20 @@ def pack(flags: Tensor, out: Tensor) -> None:
 
     Consecutive flags in one byte would need a sum over eight of them, several times as slow.
     """
-    bits = F.pad(flags.view(torch.uint8), (0, 8 * out.numel() - flags.numel())).view(8, -1)
-    out.copy_(bits[0])
-    for b in range(1, 8):
-        out |= bits[b] << b
+    planes = flags.view(torch.uint8)
+    if flags.numel() < 8 * out.numel():
+        planes = F.pad(planes, (0, 8 * out.numel() - flags.numel()))
+    planes = planes.view(8, -1)
+    out.copy_(planes[0])
+    for bit in range(1, 8):
+        out |= planes[bit] << bit
 
 
-def unpack(packed: Tensor, size: int) -> Tensor:
-    """The inverse of ``pack``: ``size`` booleans."""
-    planes = [(packed >> b) & 1 for b in range(8)]
-    return torch.cat(planes)[:size].view(torch.bool)
+def unpack(packed: Tensor, span: slice) -> Tensor:
+    """Those flags that ``pack`` was given, as uint8."""
+    size = packed.numel()
+    planes = []
+    for bit in range(span.start // size, -(-span.stop // size)):
+        first, last = max(0, span.start - bit * size), min(size, span.stop - bit * size)
+        planes.append((packed[first:last] >> bit) & 1)
+    return planes[0] if len(planes) == 1 else torch.cat(planes)
