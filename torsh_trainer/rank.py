@@ -25,6 +25,7 @@ from torsh_trainer.checkpoint.fit import Fit
 from torsh_trainer.checkpoint.setup import WORDS, Comparison
 from torsh_trainer.checkpoint.store.lock import check_free
 from torsh_trainer.checkpoint.store.places import Location, location
+from torsh_trainer.comm import attendance
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.start import create
 from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
@@ -78,7 +79,8 @@ def _run_rank(
         home = _home(trainer, comm, device)
         with home.logging(world, trainer.log_level):
             rank = Rank(rehearsal(trainer), world, comm, mesh, strategy, home.path, began)
-            with _reported(rank, home):
+            patience = f"more than comm.timeout_s={options.timeout_s:g}"
+            with _reported(rank, home), attendance.named(comm.process_group, longer=patience):
                 rank.run()
                 content = rank.result()
                 if world.is_main:

@@ -5,7 +5,6 @@ Entry-point groups that a plugin distribution may use:
 ``torsh_trainer.plugins``     NAME = package      its ``conf/`` and ``recipes/`` join the search
 ``torsh_trainer.strategies``  NAME = module:Class usable as ``Trainer(strategy="NAME")``
 ``torsh_trainer.verbs``       NAME = module:func  a word of the command line; argv -> exit code
-``torsh_trainer.launchers``   NAME = module:Class starts the processes of the backend NAME
 ``torsh_trainer.backends``    NAME = module:func  tells torch.distributed of the backend NAME
 """
 
@@ -30,6 +29,11 @@ STRATEGIES = {
     "gloo": "torsh_trainer.strategies.builtin:Gloo",
     "mpi": "torsh_trainer.strategies.builtin:MPI",
 }
+DISTRIBUTIONS = {
+    ("comm", "mpi"): "torsh-trainer-mpi",
+    ("launcher", "mpi"): "torsh-trainer-mpi",
+}
+"""Options that a plugin of ours brings: what to install where one is asked for and missing."""
 VERBS = {
     "checkpoint": "torsh_trainer.checkpoint.door.command:main",
     "comm": "torsh_trainer.bench.command:main",
@@ -58,15 +62,6 @@ def backends() -> dict[str, str]:
     processes have met in ``store``; it raises a TorshError where it cannot serve.
     """
     return _installed("torsh_trainer.backends")
-
-
-@cache
-def launchers() -> dict[str, str]:
-    """Backend whose processes need a start of their own -> ``module:Class`` of a launcher.
-
-    It takes ``num_processes``. A measurement of that backend starts its processes so.
-    """
-    return _installed("torsh_trainer.launchers")
 
 
 @cache

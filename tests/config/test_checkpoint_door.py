@@ -457,6 +457,40 @@ def test_what_may_not_be_read_is_told_as_such(door, run, home):
         assert len(answer.err.splitlines()) == 1
 
 
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(door, run, home):
+    for name in ("a", "b", "c"):
+        shutil.copytree(run, home / "runs" / name)
+    shutil.copytree(run, home / "more")
+    (home / "empty").mkdir()
+    door("checkpoint", "verify", "run")  # what this imports is root's too
+    closed = [home / "runs" / "a", home / "runs" / "b" / "checkpoints"]
+    for path in closed:
+        path.chmod(0)
+    with no_longer_root(home):
+        lists = [door("checkpoint", word, "runs") for word in ("list", "verify")]
+        as_json = door("checkpoint", "list", "runs", "--json")
+        empty = door("checkpoint", "list", "runs/c", "empty", "more")
+        nothing = door("checkpoint", "list", "runs/a")
+    for path in closed:
+        path.chmod(0o755)
+    for answer in lists:
+        assert answer.code == 1
+        assert "runs/c/checkpoints" in answer.out
+        first, second = answer.err.splitlines()
+        assert first.startswith("left out: cannot read runs/a: Permission denied; this user")
+        assert second.startswith("left out: cannot read runs/b/checkpoints: Permission denied;")
+    entries = json.loads(as_json.out)
+    assert [(one["complete"], one["path"].split("/")[1]) for one in entries] == [
+        *((True, "c"), (True, "c"), (False, "a"), (False, "b"))
+    ]
+    assert "runs/c/checkpoints\n" in empty.out
+    assert "more/checkpoints\n" in empty.out
+    assert (empty.code, empty.err.count("\n")) == (2, 1)
+    assert "left out: no checkpoint in empty" in empty.err
+    assert nothing.code == 1
+    assert nothing.err.startswith("error: cannot read runs/a")
+
+
 def test_an_import_that_cannot_be_written_names_its_own_option(door, home):
     torch.save({"a": torch.ones(2)}, "a.pt")
     answer = door("checkpoint", "import", "a.pt", "--output", "/proc/x")

@@ -58,24 +58,69 @@ MISMATCHES = {
 }
 
 
+def differing(communicator, call, check):
+    """What a rank is told of a call that fits to no other, and what the group can do afterwards."""
+    tc.set_check(check)
+    try:
+        answer = told(lambda: call(communicator.world.rank))
+        total = torch.ones(1)
+        tc.all_reduce(total)  # the group is as good as before
+    finally:
+        tc.set_check(None)
+    return *answer[:2], total.item()
+
+
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_calls_that_differ_are_named_on_every_rank_before_anything_hangs(what):
     call, words = MISMATCHES[what]
-
-    def case(communicator, call):
-        tc.set_check(True)
-        try:
-            answer = told(lambda: call(communicator.world.rank))
-            total = torch.ones(1)
-            tc.all_reduce(total)  # the group is as good as before
-        finally:
-            tc.set_check(None)
-        return *answer[:2], total.item()
-
-    for kind, said, total in shared(2).run(case, call):
+    for kind, said, total in shared(2).run(differing, call, True):
         assert kind == "MismatchError"
         assert words in said
         assert total == 2.0
+
+
+@pytest.mark.parametrize("what", [what for what in MISMATCHES if what != "parts"])
+def test_so_are_the_first_calls_of_a_group_though_nobody_asked(what):
+    call, words = MISMATCHES[what]
+    with RankPool(2) as pool:
+        for kind, said, total in pool.run(differing, call, None):
+            assert kind == "MismatchError"
+            assert words in said
+            assert total == 2.0
+
+
+def test_a_first_call_that_is_not_waited_for_holds_nobody_up():
+    """A program that is right for gloo: one rank's all-reduce waits for what it sends next."""
+
+    def case(communicator):
+        total, box = torch.ones(1), torch.zeros(1)
+        if communicator.world.rank == 0:
+            work = tc.all_reduce(total, async_op=True)
+            tc.send(torch.ones(1), 1)
+            work.wait()
+        else:
+            tc.recv(box, 0)
+            tc.all_reduce(total.view(1, 1))  # another shape of as many elements will do
+        return total.item()
+
+    with RankPool(2) as pool:
+        assert pool.run(case) == [2.0, 2.0]
+
+
+def test_a_rank_that_is_late_for_a_first_call_is_waited_for_by_the_backend():
+    def case(communicator):
+        groups.resolve().timeout_s = 1.0  # a quarter of it is what the others wait for its word
+        if communicator.world.rank == 1:
+            time.sleep(1.0)
+        totals = []
+        for _ in range(3):
+            total = torch.ones(1)
+            tc.all_reduce(total)
+            totals.append(total.item())
+        return totals
+
+    with RankPool(2) as pool:
+        assert pool.run(case) == [[2.0] * 3] * 2
 
 
 def test_checks_let_calls_that_fit_through():

@@ -234,7 +234,7 @@ def test_a_collective_that_one_rank_leaves_out_ends_and_names_rank_and_operation
         return ""
 
     words = ranks.run(case)[0]
-    assert words.startswith("all_reduce failed on rank 0 of 2 (gloo)")
+    assert words.startswith("all_reduce failed on rank 0 (gloo): rank 1 of 2 ")
     assert "comm.timeout_s=1" in words
 
 

@@ -26,6 +26,21 @@ def test_every_public_name_is_there():
     assert all(getattr(tc, name) is not None for name in tc.__all__)
 
 
+@pytest.mark.parametrize("module", ["prelude", "nccl_optimization", "collectives", "compression"])
+def test_modules_that_the_guides_name_offer_the_same_things(module):
+    found: dict = {}
+    exec(f"from torsh_trainer.comm.{module} import *", found)
+    offered = {name: found[name] for name in tc.__all__ if name in found}
+    wanted = {
+        "prelude": set(tc.__all__),
+        "nccl_optimization": {"NcclScheduler", "Priority"},
+        "collectives": {"all_reduce", "all_gather", "broadcast", "reduce", "scatter"},
+        "compression": {"GradientCompressor", "CompressionAlgorithm", "CompressorMemory"},
+    }[module]
+    assert wanted <= offered.keys()
+    assert all(value is getattr(tc, name) for name, value in offered.items())
+
+
 def test_asking_for_the_package_alone_does_not_load_torch():
     script = (
         "import sys, torsh_trainer.comm, torsh_trainer.comm.tuning; print('torch' in sys.modules)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -13,7 +14,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torsh_trainer import __version__, environments
 from torsh_trainer.bench.running import measure
@@ -148,8 +149,12 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.dtype not in DTYPES:
         raise ConfigError(f"--dtype {options.dtype} is unknown", fix=nearest(options.dtype, DTYPES))
     for name in ("seconds", "timeout"):
-        if getattr(options, name) <= 0:
-            raise ConfigError(f"--{name} {getattr(options, name)} is not positive", fix="give more")
+        if not 0 < getattr(options, name) < math.inf:
+            raise ConfigError(
+                f"--{name} {getattr(options, name)} is not positive", fix="give a time in seconds"
+            )
+    if options.warmup < 0:
+        raise ConfigError(f"--warmup {options.warmup} is below 0", fix="give 0 or more")
     iterations = _count(options.iterations, "--iterations")
     assert iterations is not None
     return Plan(
@@ -157,7 +162,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         sizes=sizes_between(least, most, factor),
         dtype=options.dtype,
         iterations=iterations,
-        warmup=max(0, options.warmup),
+        warmup=options.warmup,
         seconds=options.seconds,
         by_algorithm=options.algorithms,
     )
@@ -193,8 +198,14 @@ def _count(text: str | None, option: str) -> int | None:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        words = self.prog.partition("torsh_trainer ")[2]
+        raise ConfigError(f"{words}: {message}", fix=f"{words} --help shows what there is")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
         prog="python -m torsh_trainer comm", description="How processes exchange values."
     )
     words = parser.add_subparsers(dest="word", required=True, metavar="bench")

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from torsh_trainer import registry
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.bench import Plan
 from torsh_trainer.comm.groups import ProcessGroup, destroy_process_group
 from torsh_trainer.comm.measuring import sweep
 from torsh_trainer.comm.start import create
-from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.errors import ConfigError, ResourceError, TorshError
 from torsh_trainer.world import World
 
 
@@ -37,11 +38,28 @@ def measured(
             comm = create(world, CommOptions(backend=name, timeout_s=timeout_s), device)
         except (ConfigError, ResourceError) as error:
             if named:
-                error.fix = "leave --backends out to measure what is available"
-                raise
+                raise _of_option(name, error) from error
             left_out[name] = error.sentence
+            if plugin := _not_installed(name):
+                left_out[name] += f" (pip install {plugin})"
             continue
         group = ProcessGroup(comm.process_group, timeout_s=timeout_s, device=comm.device)
         records += sweep(group, plan)
         destroy_process_group(group)
     return {"records": records, "left_out": left_out} if world.is_main else None
+
+
+def _of_option(name: str, error: TorshError) -> TorshError:
+    """The same error for who wrote ``--backends``, and not ``comm.backend``."""
+    sentence = error.sentence.replace(f"comm.backend={name}", f"--backends {name}")
+    everything = "leave --backends out to measure what is available"
+    if isinstance(error, ConfigError):
+        return ConfigError(sentence, fix=error.fix)
+    plugin = _not_installed(name)
+    fix = f"pip install {plugin}, or {everything}" if plugin else everything
+    return ResourceError(sentence, fix=fix)
+
+
+def _not_installed(name: str) -> str | None:
+    """The distribution of ours that brings the backend ``name``, where it is not installed."""
+    return None if name in registry.backends() else registry.DISTRIBUTIONS.get(("comm", name))

@@ -9,14 +9,13 @@ from typing import Any
 
 from torsh_trainer import registry
 from torsh_trainer.comm.bench import Plan
-from torsh_trainer.errors import ConfigError, ResourceError, TorshError
+from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.launchers import hardware
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.local import Local
 from torsh_trainer.world import World
 
-_BUILT_IN = ("nccl", "gloo", "mpi")
-_PLUGIN = "no launcher for it is installed (pip install torsh-trainer-mpi)"
+_KNOWN = ("nccl", "gloo", "mpi")
 
 
 @dataclass
@@ -37,8 +36,9 @@ def measure(
 ) -> Answer | None:
     """Measures ``backends`` (empty: all that are available); None on all processes but the first.
 
-    A backend whose processes must be started in a way of their own (MPI) has a launcher of its
-    name; all others share the processes of one ``Local``, or those that exist already.
+    A backend that a plugin brings has processes of its own, so that nothing of it stands beside
+    the others, and they are told when it fails. All others share the processes of one ``Local``.
+    Where processes exist already, these measure everything.
 
     Raises:
         ConfigError: processes exist already, and they are not ``processes``.
@@ -54,14 +54,14 @@ def measure(
         )
     count = processes or max(2, hardware.accelerators(context.env))
     answer = Answer()
-    for launcher, names in _launches(backends, count, answer, started=started):
+    for launcher, names in _launches(backends, count, started=started):
         _announce(names, plan, context)
         try:
             found = launcher.launch(
                 on_rank, plan, names, bool(backends), timeout_s, context=context
             )
         except TorshError as error:
-            if backends or len(names) > 1 or names[0] in ("gloo", "nccl"):
+            if backends or names[0] not in registry.backends():
                 raise
             answer.left_out[names[0]] = str(error)  # nobody named it: the others are still told
             continue
@@ -83,28 +83,16 @@ def on_rank(
 
 
 def _launches(
-    backends: Sequence[str], count: int, answer: Answer, *, started: bool
+    backends: Sequence[str], count: int, *, started: bool
 ) -> list[tuple[Launcher, tuple[str, ...]]]:
     """Launchers, and the backends that each of them serves."""
-    names = tuple(backends) or tuple(dict.fromkeys([*_BUILT_IN, *registry.backends()]))
+    brought = registry.backends()
+    names = tuple(backends) or tuple(dict.fromkeys([*_KNOWN, *brought]))
     if started:
         return [(Local(), names)]
-    own = registry.launchers()
-    together = tuple(name for name in names if name not in own and name != "mpi")
-    launches: list[tuple[Launcher, tuple[str, ...]]] = []
-    if together:
-        launches.append((Local(num_processes=count), together))
-    for name in names:
-        if name in own:
-            launches.append((registry.load(own[name])(num_processes=count), (name,)))
-        elif name == "mpi":
-            if backends:
-                raise ResourceError(
-                    f"mpi cannot be measured: {_PLUGIN}",
-                    fix="install it, or start this command with mpirun",
-                )
-            answer.left_out[name] = _PLUGIN
-    return launches
+    together = tuple(name for name in names if name not in brought)
+    alone = [(name,) for name in names if name in brought]
+    return [(Local(num_processes=count), each) for each in [together, *alone] if each]
 
 
 def _announce(names: Sequence[str], plan: Plan, context: LaunchContext) -> None:

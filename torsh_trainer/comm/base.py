@@ -147,6 +147,13 @@ class Communicator(abc.ABC):
     def close(self) -> None:
         """Leaves the process group; calling it twice does no harm."""
 
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """``count`` zeros on ``device``, for a tensor that will be reduced again and again.
+
+        A backend may put it where its members can all reach it.
+        """
+        return torch.zeros(count, dtype=dtype, device=self.device)
+
     def place(self, tensor: Tensor) -> Tensor:
         """``tensor`` on the device on which this communicator works."""
         return tensor.to(self.device)

@@ -7,10 +7,8 @@ does not. Nothing is written there while all goes well, unless checks are on.
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
-import logging
-import time
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -18,32 +16,33 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]
-    DebugLevel,
-    PrefixStore,
-    get_debug_level,
-)
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
+from torsh_trainer.comm import attendance
+from torsh_trainer.comm.attendance import ranks_words
 from torsh_trainer.comm.failures import CommunicationError, MismatchError
 from torsh_trainer.comm.groups import ProcessGroup, on_leaving
 
-log = logging.getLogger(__name__)
-
-GRACE_S = 3.0
-"""How long a rank whose collective has failed waits for others to say that theirs has, too."""
-_POLL_S = 0.05
+FIRST = 64
+"""How many calls of a group are looked at without being asked for."""
+_FEW = 64
+"""Members of a group for which that is done: each of them asks rank 0's store."""
+_PATIENCE_S = 10.0
+_LONGER = "timeout in init_process_group"
 
 _wanted: bool | None = None
 _turns: collections.Counter[str] = collections.Counter()
-_failures: collections.Counter[str] = collections.Counter()
+_glances: collections.Counter[str] = collections.Counter()
 _store_of: dict[str, Any] = {}
 on_leaving(_store_of.clear)
+on_leaving(_glances.clear)
 
 
 def set_check(check: bool | None) -> None:
     """Has ranks compare what they call before every collective; on all of them, or on none.
 
-    None is what torch's TORCH_DISTRIBUTED_DEBUG=DETAIL says.
+    None is what torch's TORCH_DISTRIBUTED_DEBUG=DETAIL says; without it only the first calls are
+    looked at (see ``glance``), and with False none.
     """
     global _wanted  # noqa: PLW0603 - one switch for the process, as torch's is
     _wanted = check
@@ -103,6 +102,73 @@ class Call:
         root = f", root {self.root}" if self.root >= 0 else ""
         return f"{self.operation}{of}{op}{root}"
 
+    def kind(self) -> str:
+        """What must be equal for a backend; a shape may differ where the number of elements fits.
+
+        One word without blanks, for a key.
+        """
+        counts = ",".join(str(math.prod(shape)) for shape in self.shapes)
+        return f"{self.operation}/{self.dtype}/{counts}/{self.op}/{self.root}"
+
+
+def before(group: ProcessGroup, call: Call, *, waits: bool) -> None:
+    """What is to be done before ``call``, which this rank ``waits`` for or not.
+
+    Raises:
+        MismatchError: members are about to do different things.
+        CommunicationError: checks are on, and some did not come within the group's timeout.
+    """
+    if is_checked():
+        compare(group, call)
+    elif _wanted is None and group.backend != "mpi":  # which looks at its first calls by itself
+        glance(group, call, waits=waits)
+
+
+def glance(group: ProcessGroup, call: Call, *, waits: bool) -> None:
+    """Tells the others what this rank is about to do and, where it ``waits``, hears what they do.
+
+    Only for the first calls of a group, in which a program shows what it will go on doing. What
+    does not wait for others goes on at once, and what waits does so for a moment: then the call is
+    made anyway, and the backend's timeout holds.
+
+    Raises:
+        MismatchError: members are about to do different things.
+    """
+    name, size = group.process_group.group_name, group.world_size()
+    turn = _glances[name]
+    if turn >= FIRST or not 1 < size <= _FEW:
+        return
+    _glances[name] += 1
+    here = f"first/{turn}"
+    try:
+        store = _store(group)
+        if store is None or _is_alike(store, here, group, call, waits=waits):
+            return
+        words = [store.get(f"{here}/{member}").decode() for member in range(size)]
+    except RuntimeError:  # somebody is late, or the store is gone: the backend will tell
+        _glances[name] = FIRST
+        return
+    _refuse(group, words)
+
+
+def _is_alike(store: Any, here: str, group: ProcessGroup, call: Call, *, waits: bool) -> bool:
+    """Whether all members do the same, as the last one to come has found; true unless it waits.
+
+    Raises:
+        RuntimeError: not all have come, or the store is gone.
+    """
+    size = group.world_size()
+    store.set(f"{here}/{group.rank()}", call.words())
+    same = f"{here}/same/{call.kind()}"
+    store.add(same, 1)
+    if store.add(f"{here}/all", 1) == size:
+        store.set(f"{here}/verdict", "alike" if store.add(same, 0) == size else "different")
+    if not waits:
+        return True
+    patience_s = min(_PATIENCE_S, group.timeout_s / 4)
+    store.wait([f"{here}/verdict"], timedelta(seconds=patience_s))
+    return bool(store.get(f"{here}/verdict") == b"alike")
+
 
 def compare(group: ProcessGroup, call: Call) -> None:
     """Returns when every member is about to do the same.
@@ -123,7 +189,10 @@ def compare(group: ProcessGroup, call: Call) -> None:
         store.wait(keys, timedelta(seconds=group.timeout_s))
     except RuntimeError as error:
         late = [member for member, key in enumerate(keys) if not store.check([key])]
-        raise _missing(group, call.operation, late) from error
+        did = f"did not take part within {group.timeout_s:g} s"
+        raise attendance.missed(
+            group.process_group, call.operation, late, did, longer=_LONGER
+        ) from error
     calls = {member: json.loads(store.get(key)) for member, key in enumerate(keys)}
     if turn:  # whoever has come to this turn has read the one before it
         store.delete_key(f"call/{turn - 1}/{mine}")
@@ -136,17 +205,22 @@ def _call(values: Mapping[str, Any]) -> Call:
     return Call(**{**values, "shapes": shapes, **parts})
 
 
-def _judge(group: ProcessGroup, calls: Mapping[int, Call]) -> None:
+def _refuse(group: ProcessGroup, words: Sequence[str]) -> None:
+    """Raises MismatchError where the members' ``words`` are not all the same."""
     by_words: dict[str, list[int]] = {}
-    for member, call in calls.items():
-        by_words.setdefault(call.words(), []).append(group.ranks[member])
+    for member, text in enumerate(words):
+        by_words.setdefault(text, []).append(group.ranks[member])
     if len(by_words) > 1:
-        said = "; ".join(f"{ranks_words(ranks)}: {words}" for words, ranks in by_words.items())
+        said = "; ".join(f"{ranks_words(ranks)}: {text}" for text, ranks in by_words.items())
         raise MismatchError(
             f"the processes do not call the same: {said}",
             fix="every process must make the same collective calls in the same order",
             calls=by_words,
         )
+
+
+def _judge(group: ProcessGroup, calls: Mapping[int, Call]) -> None:
+    _refuse(group, [calls[member].words() for member in sorted(calls)])
     for a, giver in calls.items():
         for b, taker in calls.items():
             if giver.sends and taker.takes and giver.sends[b] != taker.takes[a]:
@@ -161,62 +235,8 @@ def _judge(group: ProcessGroup, calls: Mapping[int, Call]) -> None:
 
 
 def explained(group: ProcessGroup, operation: str, error: Exception) -> CommunicationError:
-    """The error for a collective that failed, with the ranks that did not take part.
-
-    Every rank whose collective fails leaves a note; who leaves none within a few seconds is
-    missing: it never came to this call, or its process has ended.
-    """
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    try:
-        missing = _roll_call(group)
-    except RuntimeError:  # the store is gone, and with it the process that keeps it
-        missing = [0]
-    if missing:
-        return _missing(group, operation, missing, first)
-    return CommunicationError(
-        f"{operation} failed on rank {dist.get_rank()} of {group.world_size()} "
-        f"({group.backend}): {first}",
-        fix="another process did something else, or gave up waiting: "
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL compares calls before they are made",
-        rank=dist.get_rank(),
-        operation=operation,
-        missing=[],
-    )
-
-
-def _missing(
-    group: ProcessGroup, operation: str, members: Sequence[int], words: str = ""
-) -> CommunicationError:
-    ranks = [group.ranks[member] for member in members]
-    timed_out = not words or "tim" in words.lower()  # timed out, timeout: gloo and NCCL say either
-    did = "did not take part" if timed_out else "gave no sign afterwards"
-    did += f" ({words})" if words else f" within {group.timeout_s:g} s"
-    return CommunicationError(
-        f"{operation} failed on rank {dist.get_rank()} ({group.backend}): {ranks_words(ranks)} of "
-        f"{group.world_size()} {did}",
-        fix="see what they do instead, or whether they ended; timeout in init_process_group "
-        "waits longer",
-        rank=dist.get_rank(),
-        operation=operation,
-        missing=ranks,
-    )
-
-
-def _roll_call(group: ProcessGroup) -> list[int]:
-    store = _store(group)
-    if store is None:
-        return []
-    turn = _failures[group.process_group.group_name]
-    _failures[group.process_group.group_name] += 1
-    keys = [f"failed/{turn}/{member}" for member in range(group.world_size())]
-    store.set(keys[group.rank()], "")
-    end_s = time.monotonic() + GRACE_S
-    missing = list(range(len(keys)))
-    while True:
-        missing = [member for member in missing if not store.check([keys[member]])]
-        if not missing or time.monotonic() > end_s:
-            return missing
-        time.sleep(_POLL_S)
+    """The error for a collective that failed, with the ranks that did not take part."""
+    return attendance.explained(group.process_group, operation, error, longer=_LONGER)
 
 
 def _store(group: ProcessGroup) -> Any:
@@ -225,28 +245,5 @@ def _store(group: ProcessGroup) -> Any:
     whole = dist.group.WORLD
     kept = _store_of.get(name)
     if kept is None or kept[0] is not whole:
-        _store_of[name] = (whole, _connected(name))
+        _store_of[name] = (whole, attendance.connected(name))
     return _store_of[name][1]
-
-
-def _connected(name: str) -> Any:
-    # torch's own name; a release without it, and a group that was made without a store (MPI built
-    # into torch), do without checks and without names in a timeout.
-    find = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if find is None:
-        return None
-    store = find()
-    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
-        store = store.clone()  # a wait holds a connection: this one is nobody else's
-    try:
-        store.check(["torsh"])
-    except (RuntimeError, NotImplementedError):
-        log.warning("this group has no store: calls are not compared, and nobody is named")
-        return None
-    return PrefixStore(f"torsh/{name}", store)
-
-
-def ranks_words(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 1, 2``."""
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -119,8 +119,8 @@ def _run(
             stacklevel=3,
         )
         return None
-    if compared and checking.is_checked():
-        checking.compare(group, call)
+    if compared:
+        checking.before(group, call, waits=not async_op)
     try:
         begun = begin(group.process_group)
     except (TorshError, torch.OutOfMemoryError):
@@ -270,8 +270,8 @@ def _reduce_scattered(tensor: Tensor, op: Op, members: ProcessGroup, async_op: b
             fix="pad it, or pass an output and a list of parts",
         )
     chunk = tensor.new_empty((rows // size, *tensor.shape[1:]))
-    work = reduce_scatter_tensor(chunk, tensor, op, members, async_op=True)
-    return _returning(work, chunk, async_op=async_op)
+    work = reduce_scatter_tensor(chunk, tensor, op, members, async_op=async_op)
+    return _returning(work, chunk) if async_op or not members.is_member else chunk
 
 
 # -- moving ----------------------------------------------------------------------------------------
@@ -351,11 +351,10 @@ def all_gather_into_tensor(
 def _all_gathered(tensor: Tensor, members: ProcessGroup, async_op: bool, concat: bool) -> Any:
     size = max(1, members.world_size())
     whole = tensor.new_empty((size, *tensor.shape))
-    work = all_gather_into_tensor(whole, tensor, members, async_op=True)
-    if not concat:
-        return _returning(work, list(whole), async_op=async_op)
+    work = all_gather_into_tensor(whole, tensor, members, async_op=async_op)
     joined = whole.flatten(0, 1) if tensor.dim() else whole
-    return _returning(work, joined, async_op=async_op)
+    value = joined if concat else list(whole)
+    return _returning(work, value) if async_op or not members.is_member else value
 
 
 def all_gather_varsize(tensor: Tensor, group: Group = None) -> list[Tensor]:
@@ -776,10 +775,9 @@ def _write_all(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
         _write_back(tensor, buffer)
 
 
-def _returning(work: CollectiveWork | None, value: Any, *, async_op: bool) -> Any:
-    """``work`` whose result is ``value``; waited for, unless it is to go on."""
-    if work is None:
-        return None
-    first = work._finish
-    work._finish = lambda: (first() if first else None, value)[1]
-    return work if async_op else work.wait()
+def _returning(work: CollectiveWork | None, value: Any) -> CollectiveWork | None:
+    """``work`` whose result is ``value``; None on a process that takes no part."""
+    if work is not None:
+        first = work._finish
+        work._finish = lambda: (first() if first else None, value)[1]
+    return work

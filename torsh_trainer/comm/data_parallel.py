@@ -18,6 +18,7 @@ from torsh_trainer.comm import groups
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.failures import CollectiveArgumentError
 from torsh_trainer.comm.groups import Group
+from torsh_trainer.comm.likeness import check_alike
 from torsh_trainer.comm.reducer import BucketReducer, share
 from torsh_trainer.errors import ConfigError
 
@@ -70,6 +71,7 @@ class DistributedDataParallel(nn.Module):
     Raises:
         BackendNotInitialized: there is no process group.
         ConfigError: nothing in the module trains, or an option does not fit it.
+        MismatchError: the module of another process is another one.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class DistributedDataParallel(nn.Module):
         self._names = {p: name for name, p in named}
         _check_devices([p for _, p in named], device_ids, output_device)
         self._comm: Communicator = groups.resolve(group).communicator()
+        check_alike(module, self._comm)
         share([*module.parameters(), *module.buffers()], self._comm)
         self._reducer = BucketReducer(
             [p for _, p in named],

@@ -230,8 +230,8 @@ def init_process_group(
     Times are timedeltas or seconds. ``timeout`` bounds every operation and, unless
     ``startup_timeout`` is given, the wait for all to arrive. ``on_missing="fallback"`` takes gloo
     on every process when one of them lacks ``backend``. Rank and size are ignored for MPI, whose
-    mpirun has given them. ``check`` has ranks compare what they call before every collective
-    (default: TORCH_DISTRIBUTED_DEBUG=DETAIL does).
+    mpirun has given them. ``check`` has ranks compare what they call before every collective,
+    or before none (default: the first calls; all with TORCH_DISTRIBUTED_DEBUG=DETAIL).
 
     Raises:
         CollectiveArgumentError: the arguments contradict one another, or do not suffice.
@@ -396,8 +396,14 @@ class _Place:
             )
         if port is None:
             port = _number("MASTER_PORT", env.get("MASTER_PORT", DEFAULT_PORT), at_least=1)
-        hosted = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and self.address is None
-        return Rendezvous(address, port or DEFAULT_PORT, hosted=hosted)
+        # The address may have been read from torchrun's variables by the script: it is the same
+        # place, where the agent serves.
+        named = (env.get("MASTER_ADDR"), env.get("MASTER_PORT")) == (address, str(port))
+        if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not named:
+            return Rendezvous(address, port or DEFAULT_PORT)
+        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "")
+        attempts = int(attempt) if attempt.isdigit() else 0
+        return Rendezvous(address, port or DEFAULT_PORT, hosted=True, attempt=attempts)
 
     def store(self, world: World) -> Any:
         """The store of ``file://``; None for every other method."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torsh_trainer.comm import algorithms, checking
 from torsh_trainer.comm.bench import BUS_FACTORS, FLAT, Plan, Record
 from torsh_trainer.comm.groups import ProcessGroup
-from torsh_trainer.errors import TorshError
+from torsh_trainer.errors import ResourceError, TorshError
 
 _PERIOD = 7
 """Test values are 0 to 6: sums over 36 processes are exact even in bfloat16."""
@@ -42,8 +42,8 @@ def measure(group: ProcessGroup, plan: Plan, collective: str, algorithm: str, si
     """One collective at one size of about ``size`` bytes."""
     n, dtype = group.world_size(), getattr(torch, plan.dtype)
     part = max(1, size // dtype.itemsize // n)
+    trial = _made(group, collective, dtype, part, algorithm)
     try:
-        trial = _TRIALS[collective](group, dtype, part, algorithm)
         wrong = _total(group, float(_verified(trial)))
         time_us, iterations = _timed(group, plan, trial.run)
     except (TorshError, torch.OutOfMemoryError):
@@ -66,6 +66,19 @@ def measure(group: ProcessGroup, plan: Plan, collective: str, algorithm: str, si
         busbw_gb_s=algbw * BUS_FACTORS[collective](n),
         wrong=round(wrong),
     )
+
+
+def _made(
+    group: ProcessGroup, collective: str, dtype: torch.dtype, part: int, algorithm: str
+) -> Trial:
+    try:
+        return _TRIALS[collective](group, dtype, part, algorithm)
+    except RuntimeError as error:  # on a CPU torch has no kind of its own for it
+        raise ResourceError(
+            f"rank {group.rank()} has no memory for {collective} of "
+            f"{part * group.world_size() * dtype.itemsize} bytes: {str(error).splitlines()[0]}",
+            fix="give a smaller --max",
+        ) from error
 
 
 def _own(collective: str) -> str:

@@ -72,7 +72,7 @@ class BucketReducer:
         self._queued = False
         self._next = 0  # the first bucket that has not been sent
         groups = cut(reversed(self.parameters), cap_bytes=int(bucket_cap_mb * 2**20))
-        self.buckets = [Bucket(group, dtype or group[0].dtype) for group in groups]
+        self.buckets = [Bucket(group, dtype or group[0].dtype, comm) for group in groups]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         hook = self._hook(overlap=overlap, finishes=finishes)
         self._hooks: list[Any] = []
@@ -132,6 +132,8 @@ class BucketReducer:
         if self.syncs:
             bucket = self._bucket_of[parameter]
             bucket.take(parameter, self.factor)
+            if self._as_views:
+                bucket.give(parameter)
             if not bucket.missing:
                 self._send()
 
@@ -155,7 +157,9 @@ class BucketReducer:
             self._next += 1
 
     def _all_reduce(self, number: int, flat: Tensor) -> Work | None:
-        return self._comm.all_reduce(flat, async_op=True)
+        # The last one is waited for at once; on a CPU that is cheapest in this thread.
+        last = number + 1 == len(self.buckets)
+        return self._comm.all_reduce(flat, async_op=not (last and flat.is_cpu))
 
     def _nowhere(self) -> set[nn.Parameter]:
         """Those parameters that no rank has a gradient for."""
@@ -178,10 +182,12 @@ class Bucket:
     Where that is the parameters' own dtype, gradients may be views of it once they are reduced.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, comm: Communicator
+    ) -> None:
         self.parameters = tuple(parameters)
         count = sum(p.numel() for p in parameters)
-        self.flat = torch.zeros(count, dtype=dtype, device=parameters[0].device)
+        self.flat = comm.zeros(count, dtype).to(parameters[0].device)
         self.work: Work | None = None
         self._views: dict[nn.Parameter, Tensor] = {}
         offset = 0
@@ -201,6 +207,16 @@ class Bucket:
         else:
             torch.mul(gradient, factor, out=view)
         self.missing.discard(parameter)
+
+    def give(self, parameter: nn.Parameter) -> None:
+        """Makes the gradient a view, where it can be one, before the sum is there.
+
+        What backward made is free then, and its next gradient gets that memory while it is still in
+        the processor's cache.
+        """
+        view = self._views[parameter]
+        if view.dtype == parameter.dtype:
+            parameter.grad = view
 
     def give_back(self, without: set[nn.Parameter], *, as_views: bool = True) -> None:
         """Waits for the sum, and hands it to the parameters, as views or as copies."""

@@ -21,6 +21,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from torsh_trainer import registry
+from torsh_trainer.comm.attendance import ranks_words
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.comm.torch import TorchCommunicator, world_of
@@ -138,7 +139,8 @@ def lacking(backend: str, device: torch.device) -> str:
     if backend == "nccl" and device.type != "cuda":
         return f"nccl moves CUDA tensors, and this process computes on {device.type}"
     if not dist.is_backend_available(backend):
-        brings = "; the plugin torsh-trainer-mpi brings it" if backend == "mpi" else ""
+        plugin = registry.DISTRIBUTIONS.get(("comm", backend))
+        brings = f", which the plugin {plugin} brings" if plugin else ""
         return f"this torch ({torch.__version__}) was built without {backend}{brings}"
     return ""
 
@@ -207,21 +209,38 @@ def _tcp_store(world: World, rendezvous: Rendezvous, options: CommOptions) -> St
 
 
 def _agree(store: Store, world: World, options: CommOptions, device: torch.device) -> str:
-    """The backend for all: every rank says what it has, rank 0 answers, and all of them obey."""
+    """The backend for all: every rank says what it has, rank 0 answers, and all of them obey.
+
+    What a plugin brings is loaded in a second round, when all have come and say that they have it:
+    MPI's library waits for every process as soon as it is initialised.
+    """
+    names = _candidates(options.backend)
+    lacks = {name: "" if name in registry.backends() else lacking(name, device) for name in names}
     note = {
         "wanted": options.backend,
         "device": device.type,
-        "lacks": {
-            name: _unloadable(name, world, store) or lacking(name, device)
-            for name in _candidates(options.backend)
-        },
+        "plugins": [name for name in names if name in registry.backends()],
+        "lacks": lacks,
     }
+    answer = _decided(PrefixStore("known", store), note, world, options)
+    if answer["loads"]:
+        name = answer["backend"]
+        lacks[name] = _unloadable(name, world, store) or lacking(name, device)
+        answer = _decided(PrefixStore("loaded", store), note, world, options)
+    return str(answer["backend"])
+
+
+def _decided(
+    store: Store, note: Mapping[str, Any], world: World, options: CommOptions
+) -> dict[str, Any]:
+    """Rank 0's answer to what all ranks have noted: the backend, and whether a plugin brings it."""
     store.set(f"rank {world.rank}", json.dumps(note))
     if world.is_main:
         try:
-            answer: dict[str, Any] = {
-                "backend": _choose(_roll_call(store, world, options), options)
-            }
+            notes = _roll_call(store, world, options)
+            backend = _choose(notes, options)
+            loads = any(backend in each["plugins"] for each in notes.values())
+            answer: dict[str, Any] = {"backend": backend, "loads": loads}
         except TorshError as error:
             answer = {"kind": type(error).__name__, "sentence": error.sentence, "fix": error.fix}
             answer["facts"] = error.facts
@@ -231,7 +250,7 @@ def _agree(store: Store, world: World, options: CommOptions, device: torch.devic
     if "backend" not in answer:
         kind = ConfigError if answer["kind"] == "ConfigError" else ResourceError
         raise kind(answer["sentence"], fix=answer["fix"], **answer["facts"])
-    return answer["backend"]
+    return answer
 
 
 def _candidates(wanted: str) -> list[str]:
@@ -250,7 +269,8 @@ def _roll_call(store: Store, world: World, options: CommOptions) -> dict[int, Ma
     except RuntimeError as error:
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise ResourceError(
-            f"{_ranks(late)} of {world.size} did not arrive within {options.startup_timeout_s:g} s",
+            f"{ranks_words(late)} of {world.size} did not arrive within "
+            f"{options.startup_timeout_s:g} s",
             fix="see the logs of those ranks; comm.startup_timeout_s waits longer",
             ranks=late,
         ) from error
@@ -296,19 +316,22 @@ def _choose(notes: Mapping[int, Mapping[str, Any]], options: CommOptions) -> str
             f"comm.backend={name} is unknown to torch.distributed",
             fix=nearest(name, ["auto", *_known()]),
         )
-    reason = f"{_ranks(list(lacking))} cannot use {name}: {next(iter(lacking.values()))}"
+    reason = f"{ranks_words(list(lacking))} cannot use {name}: {next(iter(lacking.values()))}"
     without_gloo = any(note["lacks"]["gloo"] for note in notes.values())
     if without_gloo or (options.backend != "auto" and options.on_missing == "error"):
-        raise ResourceError(
-            reason, fix="set comm.backend=auto, or comm.on_missing=fallback to take gloo"
-        )
+        everywhere = all(name in note["plugins"] for note in notes.values())
+        raise ResourceError(reason, fix=_way_out(name, installed=everywhere))
     log.warning("%s; all %d processes use gloo instead", reason, len(notes))
     return "gloo"
 
 
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _way_out(name: str, *, installed: bool) -> str:
+    fallback = "set comm.on_missing=fallback to take gloo"
+    plugin = registry.DISTRIBUTIONS.get(("comm", name))
+    if plugin and not installed:
+        return f"pip install {plugin}, or {fallback}"
+    other = f", and another strategy than strategy={name}" if name in registry.STRATEGIES else ""
+    return f"{fallback}, or choose comm=auto{other}"
 
 
 def _connect(

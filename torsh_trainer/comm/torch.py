@@ -5,15 +5,18 @@ from __future__ import annotations
 import atexit
 import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torsh_trainer.comm import attendance
 from torsh_trainer.comm.base import Communicator, Reduction, Work, check_mean
 from torsh_trainer.comm.ending import settle
-from torsh_trainer.errors import ConfigError, TrainingError
+from torsh_trainer.comm.failures import CommunicationError
+from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.world import Rendezvous, World
 
 _OPS = {
@@ -38,7 +41,7 @@ def _collective(method: _Method) -> _Method:
     def named(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except torch.OutOfMemoryError:
+        except (TorshError, torch.OutOfMemoryError):  # a plugin's backend has words of ours
             raise
         except RuntimeError as error:
             raise self._failed(method.__name__, error) from error
@@ -50,7 +53,8 @@ class TorchCommunicator(Communicator):
     """The members of a torch.distributed process group.
 
     ``owned`` says that closing this communicator destroys the group; a group that the user made
-    is left alone. ``timeout_s`` only serves the words of errors: the group itself has the limit.
+    is left alone. ``timeout_s`` is the limit of parts that are split off, and serves the words of
+    errors; the group itself has its own.
     """
 
     def __init__(
@@ -161,6 +165,14 @@ class TorchCommunicator(Communicator):
         dist.recv(buffer, self._other(src), group=self.process_group)
         _write_back(tensor, buffer)
 
+    @_collective
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        shared = getattr(self.process_group, "shared_zeros", None)
+        if shared is None or self.device.type != "cpu":
+            return super().zeros(count, dtype)
+        zeros: Tensor = shared(count, dtype)
+        return zeros
+
     # -- control --------------------------------------------------------------------------------
 
     @_collective
@@ -192,8 +204,9 @@ class TorchCommunicator(Communicator):
         # torch makes a group only when every process takes part, so all of them walk through
         # the parts that any of them named, in one order.
         group = None
+        limit = timedelta(seconds=self._timeout_s)  # torch's own default is half an hour
         for part in sorted(set(self.all_gather_object(mine))):
-            made = dist.new_group(list(part)) if part else None
+            made = dist.new_group(list(part), timeout=limit) if part else None
             group = made if part == mine else group
         if dist.get_rank() not in mine:
             return None
@@ -238,16 +251,9 @@ class TorchCommunicator(Communicator):
         finish()
         return None
 
-    def _failed(self, operation: str, error: RuntimeError) -> TrainingError:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        return TrainingError(
-            f"{operation} failed on rank {self.world.rank} of {self.world.size} "
-            f"({self.backend}): {first[0]}",
-            fix="another process stopped, did something else, or took longer than "
-            f"comm.timeout_s={self._timeout_s:g}; its own log says which",
-            rank=self.world.rank,
-            operation=operation,
-        )
+    def _failed(self, operation: str, error: RuntimeError) -> CommunicationError:
+        longer = f"more than comm.timeout_s={self._timeout_s:g}"
+        return attendance.explained(self.process_group, operation, error, longer=longer)
 
 
 class _Pending:
@@ -262,6 +268,8 @@ class _Pending:
         """Blocks until the tensors hold the result."""
         try:
             self._work.wait()
+        except (TorshError, torch.OutOfMemoryError):
+            raise
         except RuntimeError as error:
             raise self._comm._failed("an asynchronous collective", error) from error
         self._finish()

@@ -17,6 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from torsh_trainer import registry
 from torsh_trainer.config.command_line import CommandLine
 from torsh_trainer.config.renamed import Table, today
 from torsh_trainer.config.roots import FREE, GROUPS, RECIPE, SETTINGS, YAML, Roots
@@ -160,6 +161,8 @@ class Overrides:
 
     def _offer(self, group: str, name: str) -> str:
         options = self._groups[group]
+        if (group, name) in registry.DISTRIBUTIONS:
+            return f"pip install {registry.DISTRIBUTIONS[group, name]}"
         return nearest(name, options) if options else "no option of it is installed"
 
     # -- Hydra's own ----------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from torsh_trainer import registry
 from torsh_trainer.config.roots import GROUPS, RECIPE
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError, nearest
 from torsh_trainer.files import disk_error
@@ -120,7 +121,9 @@ def _missing_option(error: MissingConfigException) -> ConfigError:
     if where == "config: ":  # as Hydra sees it; what the user chose has been checked
         where = "a defaults list of the recipe: "
     if error.options:
-        return ConfigError(f"{where}unknown {group} {name!r}", fix=nearest(name, error.options))
+        distribution = registry.DISTRIBUTIONS.get((group, name))
+        fix = f"pip install {distribution}" if distribution else nearest(name, error.options)
+        return ConfigError(f"{where}unknown {group} {name!r}", fix=fix)
     if group and group not in GROUPS:
         return ConfigError(f"{where}there is no group {group!r}", fix=nearest(group, GROUPS))
     return ConfigError(f"{where}there is no {path}.yaml", fix="--info searchpath lists the folders")

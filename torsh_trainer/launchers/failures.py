@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.errors import ConfigError, Interrupted, TorshError, WorkerError
+from torsh_trainer.comm.symptoms import is_communication
+from torsh_trainer.errors import Interrupted, TorshError, WorkerError
 
 _LONGEST_MESSAGE = 400
-_TORCH_COMMUNICATION = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-_COMMUNICATION = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (timeout|closed)"
-    r"|\bgloo\b|\bnccl\b|\bTCPStore\b|process group|ranks? .* failed to (join|pass)",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ def failure_of(error: BaseException, *, rank: int, time_s: float) -> Failure:
     """The facts of an exception that ended a worker's entry."""
     text = "".join(traceback.format_exception(error))
     cause = type(error).__name__
-    collateral = _is_communication(error)
+    collateral = is_communication(error)
     if isinstance(error, TorshError):
         return Failure(
             rank,
@@ -84,22 +78,6 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-
-
-def _is_communication(error: BaseException) -> bool:
-    if isinstance(error, ConfigError):  # a wrong option, whatever it led to
-        return False
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        names = {kind.__name__ for kind in type(link).__mro__}
-        if isinstance(link, ConnectionError) or names & _TORCH_COMMUNICATION:
-            return True
-        if type(link) is RuntimeError and _COMMUNICATION.search(str(link)):
-            return True
-        link = link.__cause__ or link.__context__
-    return False
 
 
 def _plain(value: Any) -> Any:

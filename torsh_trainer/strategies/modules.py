@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.likeness import check_alike
 from torsh_trainer.comm.reducer import share as share
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.strategies.base import Job
@@ -22,6 +23,7 @@ def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -
 
     Raises:
         Unsupported: SyncBatchNorm, which torch has for CUDA alone, on another device.
+        MismatchError: another process has built another model.
     """
     model = job.build_model()
     if job.sync_batchnorm and comm.world.is_distributed:
@@ -35,6 +37,7 @@ def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -
     if job.activation_checkpointing:
         for module in chosen_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules"):
             recompute_in_backward(module)
+    check_alike(model, comm)
     return model.train()
 
 

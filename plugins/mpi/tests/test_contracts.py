@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torsh_mpi.launcher import Mpi
 
+from torsh_trainer.strategies import builtin
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import CommunicatorContract, LauncherContract, StrategyContract
@@ -27,6 +28,12 @@ class TestDDPWithZero1(StrategyContract):
     strategy = DDP(zero1=True, find_unused_parameters=True)
     comm_options = MPI
     world_sizes = (2,)
+
+
+class TestBuiltIn(StrategyContract):
+    strategy = builtin.MPI()
+    comm_options = MPI
+    for_unused = builtin.MPI(find_unused_parameters=True)
 
 
 class TestFSDP(StrategyContract):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,15 +35,16 @@ def words_of(call) -> str:
     return ""
 
 
-def stand_ins() -> list[str]:
-    """Processes of mpirun's that run now, by command line."""
+def stand_ins(mark: str) -> list[str]:
+    """Processes of mpirun's that run now with ``mark`` among their variables, by command line."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = entry.read_bytes().replace(b"\0", b" ").decode()
+            variables = entry.with_name("environ").read_bytes()
         except OSError:
             continue
-        if "torsh_mpi/agent.py" in command:
+        if "torsh_mpi/agent.py" in command and mark.encode() in variables:
             found.append(command)
     return found
 
@@ -174,22 +176,24 @@ class TestLateness:
 class TestDeath:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
     def test_a_rank_that_dies_ends_the_job_with_one_error_and_leaves_no_process(self, number):
+        mark = uuid.uuid4().hex
+
         def entry(world):
             from torsh_trainer.comm import create
 
             comm = create(world, MPI, torch.device("cpu"))
+            assert stand_ins(mark)
             comm.barrier()
             if world.rank == 1:
                 os.kill(os.getpid(), number)
             comm.all_reduce(torch.ones(1000))
 
-        before = len(stand_ins())
         launcher = Mpi(num_processes=2)
         with pytest.raises(WorkerError) as caught:
-            launcher.launch(entry, context=LaunchContext(env=dict(os.environ)))
+            launcher.launch(entry, context=LaunchContext(env={**os.environ, "MARK": mark}))
         assert caught.value.facts["rank"] == 1
         assert number.name in str(caught.value)
-        assert len(stand_ins()) == before
+        assert not stand_ins(mark)
 
     def test_the_stand_ins_end_when_their_holder_is_killed(self):
         script = (

@@ -54,9 +54,10 @@ class Agreement:
             fits = ours[0]
         if not same or not fits:
             sizes = f", giving {list(gives)} and taking {list(takes)} elements" if gives else ""
-            raise self._mismatch(words + sizes)
+            raise self.mismatch(words + sizes)
 
-    def _mismatch(self, words: str) -> MismatchError:
+    def mismatch(self, words: str) -> MismatchError:
+        """The error of members that found out that they differ; called by all of them."""
         said = self._comm.allgather(words)
         told = "; ".join(f"rank {r}: {text}" for r, text in zip(self._ranks, said, strict=True))
         return MismatchError(

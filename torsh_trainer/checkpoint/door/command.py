@@ -9,7 +9,7 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from torsh_trainer.checkpoint.door.inspection import Look
 from torsh_trainer.checkpoint.door.printing import counted, number, size, table, when
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.checkpoint.store.retention import is_name
-from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.errors import ConfigError, TorshError, nearest
 from torsh_trainer.files import disk_error, strict_json
 
 FORMATS = ("safetensors", "torch", "lightning", "hf")
@@ -60,10 +60,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _list(options: argparse.Namespace) -> int:
     places = _places(options)
-    folders = inspection.gather(places)
+    folders, unread = _gathered(places)
     if options.json:
-        print(strict_json([_listed(one) for looks in folders.values() for one in looks]))
-        return 0
+        looks = [one for looks in folders.values() for one in looks]
+        looks += [Look(path, None, error.sentence) for path, error in unread.items()]
+        print(strict_json([_listed(one) for one in looks]))
+        return _told(unread)
     for i, (folder, looks) in enumerate(folders.items()):
         # Of checkpoints that were named one by one, nobody looked at their neighbours.
         chosen = all(one.path in places for one in looks)
@@ -71,7 +73,7 @@ def _list(options: argparse.Namespace) -> int:
         rows = [_row(one, newest=one is latest) for one in looks]
         head = ["step", "saved", "processes", "strategy", "size", "metrics", "state"]
         print(*([""] if i else []), folder, *table([head, *rows], right=(0, 2, 4)), sep="\n")
-    return 0
+    return _told(unread)
 
 
 def _row(one: Look, *, newest: bool) -> list[str]:
@@ -126,7 +128,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    folders = inspection.gather(_places(options))
+    folders, unread = _gathered(_places(options))
     verdicts = [inspection.examine(one.path) for looks in folders.values() for one in looks]
     for verdict in verdicts:
         if verdict.damages:
@@ -138,7 +140,29 @@ def _verify(options: argparse.Namespace) -> int:
             print(f"         {damage}")
         if verdict.strangers:
             print(f"         not part of it: {', '.join(verdict.strangers)}")
-    return 1 if any(verdict.damages for verdict in verdicts) else 0
+    damaged = 1 if any(verdict.damages for verdict in verdicts) else 0
+    return max(damaged, _told(unread))
+
+
+def _gathered(
+    places: Sequence[Location],
+) -> tuple[dict[Location, list[Look]], dict[Location, TorshError]]:
+    """The checkpoints in ``places``, and what could not be looked at.
+
+    Raises:
+        TorshError: there is nothing else to show.
+    """
+    unread: dict[Location, TorshError] = {}
+    folders = inspection.gather(places, unread=unread)
+    if not folders:
+        raise next(iter(unread.values()))
+    return folders, unread
+
+
+def _told(unread: Mapping[Location, TorshError]) -> int:
+    """Says what was left out; the exit code for it."""
+    _tell(f"left out: {error}" for error in unread.values())
+    return max((error.exit_code for error in unread.values()), default=0)
 
 
 def _diff(options: argparse.Namespace) -> int:

@@ -5,9 +5,12 @@ Needs no torch: a list of checkpoints is there in milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from torsh_trainer.checkpoint.store.integrity import (
     MANIFEST,
@@ -21,6 +24,9 @@ from torsh_trainer.checkpoint.store.places import Location, Unreachable, sizes, 
 from torsh_trainer.checkpoint.store.retention import candidates, is_name, is_named
 from torsh_trainer.checkpoint.store.summing import spare_threads
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
+from torsh_trainer.files import disk_error
+
+Thing = TypeVar("Thing")
 
 _DEPTH = 4  # how far below a folder runs are looked for
 _UPGRADE = "upgrade torsh-trainer to the release that saved it"
@@ -87,21 +93,47 @@ def look(path: Location) -> Look:
     return Look(path, manifest)
 
 
-def gather(paths: Iterable[Location]) -> dict[Location, list[Look]]:
+def _looks(path: Location) -> list[Look]:
+    return [look(path)]
+
+
+def gather(
+    paths: Iterable[Location], *, unread: dict[Location, TorshError] | None = None
+) -> dict[Location, list[Look]]:
     """Folder -> its checkpoints by step, for each of ``paths`` and what lies below it.
 
     A path may be a checkpoint, a run directory, its checkpoints folder, or a folder with some
-    below it (a sweep).
+    below it (a sweep). With ``unread`` what cannot be looked at is noted there, and the rest goes
+    on without it.
 
     Raises:
         ConfigError: one of them is not there, or holds no checkpoint.
+        OSError: the disk refused.
         Unreachable: a remote store did not answer.
     """
     folders: dict[Location, dict[Location, Look]] = {}
     for path in paths:
-        for found in _checkpoints(path):
-            folders.setdefault(found.parent, {}).setdefault(found, look(found))
+        for found in _noted(partial(_checkpoints, path, unread), path, unread):
+            for one in _noted(partial(_looks, found), found, unread):
+                folders.setdefault(found.parent, {}).setdefault(found, one)
     return {folder: list(looks.values()) for folder, looks in folders.items()}
+
+
+def _noted(
+    work: Callable[[], list[Thing]], place: Location, unread: dict[Location, TorshError] | None
+) -> list[Thing]:
+    """What ``work`` finds at ``place``; nothing, and a note in ``unread``, where it fails."""
+    try:
+        return work()
+    except (OSError, TorshError) as error:
+        if unread is None:
+            raise
+        unread[place] = (
+            error
+            if isinstance(error, TorshError)
+            else disk_error(error, "read", Path(os.fsdecode(error.filename or str(place))))
+        )
+        return []
 
 
 def newest(looks: Iterable[Look]) -> Look | None:
@@ -157,7 +189,10 @@ def examine(path: Location) -> Verdict:
         raise
     except TorshError as error:
         return Verdict(path, 0, 0, [_why(error, path)], newer=isinstance(error, ConfigError))
-    there = sizes(path)
+    try:
+        there = sizes(path)
+    except OSError as error:
+        return Verdict(path, 0, 0, [f"it cannot be read ({error.strerror})"])
     damages = [
         phrase
         for name, file in manifest.files.items()
@@ -187,7 +222,7 @@ def _damage(path: Location, size: int | None, written: Digest) -> str:
     return ""
 
 
-def _checkpoints(path: Location) -> list[Location]:
+def _checkpoints(path: Location, unread: dict[Location, TorshError] | None) -> list[Location]:
     if not path.exists():
         near = isinstance(path, Path) and path.parent.is_dir()
         offer = nearest(path.name, [other.name for other in path.parent.iterdir()] if near else [])
@@ -202,21 +237,24 @@ def _checkpoints(path: Location) -> list[Location]:
     if is_named(path) or (path / MANIFEST).exists():
         return [path]
     found: list[Location] = []
-    for folder in _folders(path, _DEPTH):
-        found += candidates(folder)
-    if not found:
+    known = 0 if unread is None else len(unread)
+    for folder in _folders(path, _DEPTH, unread):
+        found += _noted(partial(candidates, folder), folder, unread)
+    if not found and (unread is None or len(unread) == known):
         raise ConfigError(f"no checkpoint in {path}", fix=_NONE_THERE)
     return found
 
 
-def _folders(path: Location, depth: int) -> Iterator[Location]:
+def _folders(
+    path: Location, depth: int, unread: dict[Location, TorshError] | None
+) -> Iterator[Location]:
     """``path`` and what lies below it, but for checkpoints and what is hidden."""
     yield path
     if depth == 0:
         return
-    for below in sorted(subfolders(path), key=str):
+    for below in sorted(_noted(partial(subfolders, path), path, unread), key=str):
         if not below.name.startswith(".") and not is_name(below.name):
-            yield from _folders(below, depth - 1)
+            yield from _folders(below, depth - 1, unread)
 
 
 def _sequence(one: Look) -> int:
