@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import statistics
-import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.checkpoint_save import Spread
 from benchmarks.checkpoint_ways import MODELS, build_model
+from benchmarks.comparing import Spread, in_turns, on_ranks, one_by_one
 from torsh_trainer import Task
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.start import create
-from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.launchers.local import Local
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, MicroBatch, Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
@@ -61,20 +59,14 @@ class _Task(Task):
 
 def measure(*, size: str = "20M", saves: int = 8) -> list[dict[str, Any]]:
     """One row for each strategy; the wait of the slower rank, medians of all but the first save."""
-    rows = []
-    for name in STRATEGIES:
-        with tempfile.TemporaryDirectory() as folder:
-            launcher = Local(num_processes=RANKS, threads_per_process=1)
-            row: dict[str, Any] = launcher.launch(
-                _rank, name, size, saves, Path(folder), context=LaunchContext(env={})
-            )
-        rows.append(row)
-        print(
-            f"  {name} on {RANKS} processes: the loop waits {1e3 * row['async_wait_s']:.0f} ms, "
-            f"with mode=sync {1e3 * row['sync_wait_s']:.0f}",
-            flush=True,
-        )
-    return rows
+    return one_by_one(
+        STRATEGIES,
+        lambda name: on_ranks(RANKS, _rank, name, size, saves),
+        lambda row: (
+            f"{row['strategy']} on {RANKS} processes: the loop waits "
+            f"{1e3 * row['async_wait_s']:.0f} ms, with mode=sync {1e3 * row['sync_wait_s']:.0f}"
+        ),
+    )
 
 
 def cells(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -103,32 +95,45 @@ def _rank(world: World, name: str, size: str, saves: int, folder: Path) -> dict[
     job = Job(task=task, build_model=task.build_model, batch=plan)
     engine = STRATEGIES[name].prepare(job, comm)
     _step(engine, task, torch.randn(1, MODELS[size][0]))
-    waits: dict[str, list[float]] = {mode: [] for mode in MODES}
-    totals: dict[str, list[float]] = {mode: [] for mode in MODES}
     savers = {
         mode: DcpCheckpointer(folder / mode, comm, CheckpointOptions(mode=mode)) for mode in MODES
     }
     for saver in savers.values():
         saver.prepare(lambda: {"engine": engine.state_dict()})
-    for number in range(saves + 1):
-        for mode, saver in savers.items():
-            time.sleep(0.1)
-            comm.barrier()
-            began = time.perf_counter()
-            path = saver.save(number, {"engine": engine.state_dict()}, {})
-            waited = time.perf_counter() - began
-            saver.wait()
-            waits[mode].append(_slowest(comm, waited))
-            totals[mode].append(_slowest(comm, time.perf_counter() - began))
-            written = _sizes(Path(str(path)))
-            comm.barrier()
-            if world.is_main:
-                shutil.rmtree(Path(str(path)))
+    numbers = itertools.count()
+    seen = in_turns(
+        MODES,
+        lambda mode: _save(savers[mode], next(numbers), engine, comm),
+        rounds=saves + 1,
+    )
     for saver in savers.values():
         saver.close()
-    found = _found(name, size, waits, totals, written)
     comm.close()
-    return found
+    return _found(name, size, {mode: found[1:] for mode, found in seen.items()})
+
+
+class _Save(NamedTuple):
+    """What the slower rank took, and how much each of them wrote."""
+
+    waited_s: float
+    total_s: float
+    written_bytes: list[int]
+
+
+def _save(saver: DcpCheckpointer, number: int, engine: Engine, comm: Communicator) -> _Save:
+    time.sleep(0.1)
+    comm.barrier()
+    began = time.perf_counter()
+    path = saver.save(number, {"engine": engine.state_dict()}, {})
+    waited_s = time.perf_counter() - began
+    saver.wait()
+    waited_s = _slowest(comm, waited_s)
+    total_s = _slowest(comm, time.perf_counter() - began)
+    written_bytes = _sizes(Path(str(path)))
+    comm.barrier()
+    if comm.world.is_main:
+        shutil.rmtree(Path(str(path)))
+    return _Save(waited_s, total_s, written_bytes)
 
 
 def _step(engine: Engine, task: Task, x: Tensor) -> None:
@@ -146,26 +151,19 @@ def _sizes(checkpoint: Path) -> list[int]:
     return [file.stat().st_size for file in sorted(checkpoint.glob("*.distcp"))]
 
 
-def _found(
-    name: str,
-    size: str,
-    waits: dict[str, list[float]],
-    totals: dict[str, list[float]],
-    written: list[int],
-) -> dict[str, Any]:
-    model = build_model(size)
-    parameters = list(model.parameters())
+def _found(name: str, size: str, seen: Mapping[str, Sequence[_Save]]) -> dict[str, Any]:
+    parameters = list(build_model(size).parameters())
     own = sum(3 * p.nbytes + 4 for p in parameters)  # AdamW: two moments, and its count of steps
-    later = {mode: some[1:] for mode, some in waits.items()}
-    sync_s = statistics.median(later["sync"])
+    sync, later = seen["sync"], seen["async"]
+    sync_s = statistics.median(save.waited_s for save in sync)
     return {
         "strategy": name,
         "own_bytes": own,
-        "written_bytes": written,
+        "written_bytes": later[-1].written_bytes,
         "sync_wait_s": sync_s,
-        "async_wait_s": statistics.median(later["async"]),
-        "async_waits_s": later["async"],
-        "wait_ratio": asdict(Spread.of([one / sync_s for one in later["async"]])),
-        "sync_total_s": statistics.median(totals["sync"][1:]),
-        "async_total_s": statistics.median(totals["async"][1:]),
+        "async_wait_s": statistics.median(save.waited_s for save in later),
+        "async_waits_s": [save.waited_s for save in later],
+        "wait_ratio": asdict(Spread.extremes(save.waited_s / sync_s for save in later)),
+        "sync_total_s": statistics.median(save.total_s for save in sync),
+        "async_total_s": statistics.median(save.total_s for save in later),
     }

@@ -16,13 +16,12 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoint_ways import ASYNC, DCP, MODELS, SYNC, WAYS, Lightning, Training, Way
+from benchmarks.comparing import Spread, in_new_process, in_turns
 
 ROOT = Path(__file__).parent.parent
 HEAD = (
@@ -48,28 +48,6 @@ HEAD = (
 
 LOADED = (SYNC, DCP)
 """What is loaded too; their asynchronous saves write the same files."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A median and the extremes."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: list[float]) -> Spread:
-        """Of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
-
-    def percent(self) -> str:
-        """For the table."""
-        return f"{self.value:.1%} ({100 * self.low:.1f} to {100 * self.high:.1f})"
-
-    def ratio(self) -> str:
-        """For the table."""
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 # -- one way, in a process of its own --------------------------------------------------------------
@@ -253,22 +231,26 @@ def measure(*, size: str = "200M", rounds: int = 2, saves: int = 3) -> list[dict
     Raises:
         RuntimeError: there is too little room on the disk, or a way of saving failed.
     """
-    seen: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
-    for number in range(rounds):
-        order = list(WAYS) if number % 2 == 0 else list(reversed(WAYS))
-        for name in order:
-            with tempfile.TemporaryDirectory() as folder:
-                _check_room(Path(folder), size)
-                found = _run_apart("save", name, size, saves, Path(folder))
-                if name in LOADED:
-                    found |= _run_apart("load", name, size, saves, Path(folder))
-            seen[name].append(found)
-            print(
-                f"  {name}: the loop waits {_ms(found['waits_s'])} ms "
-                f"(first save {_ms([found['first_wait_s']])})",
-                flush=True,
-            )
+    seen = in_turns(
+        WAYS,
+        lambda name: _both(name, size, saves),
+        rounds=rounds,
+        said=lambda found: (
+            f"{found['contender']}: the loop waits {_ms(found['waits_s'])} ms "
+            f"(first save {_ms([found['first_wait_s']])})"
+        ),
+    )
     return [_row(name, seen) for name in WAYS]
+
+
+def _both(name: str, size: str, saves: int) -> dict[str, Any]:
+    """One way saves, and what it has saved is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        _check_room(Path(folder), size)
+        found = _run_apart("save", name, size, saves, Path(folder))
+        if name in LOADED:
+            found |= _run_apart("load", name, size, saves, Path(folder))
+    return {"contender": name, **found}
 
 
 def _row(name: str, seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -278,7 +260,7 @@ def _row(name: str, seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     def over(other: str, key: str) -> dict[str, float]:
         pairs = zip(mine, seen[other], strict=True)
         ratios = [one / statistics.median(theirs[key]) for my, theirs in pairs for one in my[key]]
-        return asdict(Spread.of(ratios))
+        return asdict(Spread.extremes(ratios))
 
     def median(key: str) -> float:
         return statistics.median(
@@ -348,18 +330,14 @@ def _ms(seconds: list[float]) -> str:
 
 def _run_apart(what: str, name: str, size: str, saves: int, folder: Path) -> dict[str, Any]:
     words = [what, name, size, str(saves), str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint_save", *words],
-        cwd=ROOT,
+    printed = in_new_process(
+        name,
+        ["-m", "benchmarks.checkpoint_save", *words],
+        folder=ROOT,
         # As many threads as torch takes by itself, for every way alike.
         env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
-    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    row: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return row
 
 

@@ -6,8 +6,7 @@ socket: what is compared is the step that a user of one process has.
 
 from __future__ import annotations
 
-import os
-import tempfile
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.comparing import Between, Blocks, Spread, on_ranks, one_by_one
 from benchmarks.contenders import endless, trainer
 from benchmarks.step_cost import ours
-from benchmarks.work import BareLoop, Between, Blocks, Samples, build_model, table
+from benchmarks.work import BareLoop, Samples, build_model, table
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.start import create
-from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.launchers.local import Local
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import MPI, Gloo
 from torsh_trainer.strategies.ddp import DDP
@@ -71,37 +69,26 @@ CASES = (
 
 def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
     """A row for each case and contender; on CPUs, whatever ``device`` is."""
-    rows = []
-    for case in CASES:
-        for contender in CONTENDERS:
-            with tempfile.TemporaryDirectory() as folder:
-                launcher = Local(num_processes=case.processes, threads_per_process=1)
-                blocks = 5 if quick else case.blocks
-                found: Blocks = launcher.launch(
-                    _rank,
-                    case,
-                    contender,
-                    blocks,
-                    Path(folder),
-                    context=LaunchContext(env=dict(os.environ)),
-                )
-            ratio = found.ratio
-            rows.append(
-                {
-                    "model": case.model,
-                    "processes": case.processes,
-                    "contender": contender.name,
-                    "ratio": asdict(ratio),
-                    "alone_us": found.bare_us,
-                    "blocks": len(found.contender),
-                }
-            )
-            print(
-                f"  {case.model}, {case.processes} processes, {contender.name}: "
-                f"{ratio.value:.2f} of a step alone",
-                flush=True,
-            )
-    return rows
+    return one_by_one(
+        itertools.product(CASES, CONTENDERS),
+        lambda pair: _row(*pair, quick=quick),
+        lambda row: (
+            f"{row['model']}, {row['processes']} processes, {row['contender']}: "
+            f"{row['ratio']['value']:.2f} of a step alone"
+        ),
+    )
+
+
+def _row(case: Case, contender: Contender, *, quick: bool) -> dict[str, Any]:
+    found = on_ranks(case.processes, _rank, case, contender, 5 if quick else case.blocks)
+    return {
+        "model": case.model,
+        "processes": case.processes,
+        "contender": contender.name,
+        "ratio": asdict(found.ratio),
+        "alone_us": found.bare_us,
+        "blocks": len(found.contender),
+    }
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -112,8 +99,7 @@ def text(rows: list[dict[str, Any]]) -> str:
             row["model"],
             row["processes"],
             row["contender"],
-            f"{row['ratio']['value']:.2f}",
-            f"{row['ratio']['low']:.2f} to {row['ratio']['high']:.2f}",
+            *Spread(**row["ratio"]).cells(".2f"),
             f"{row['alone_us']:.0f}",
         )
         for row in rows
@@ -158,7 +144,7 @@ def _rank(world: World, case: Case, contender: Contender, blocks: int, folder: P
     data = Between(
         lambda steps: turns.alone(lambda: alone.run(steps)), block=case.block, features=features
     )
-    steps = case.block * (blocks + 4)
+    steps = data.steps(blocks)
     options = CommOptions(backend=contender.backend)
     if contender.strategy is None:
         comm = create(world, options, torch.device("cpu"))

@@ -108,13 +108,7 @@ def fabric(data: Any, steps: int, widths: tuple[int, ...], folder: Path, device:
     model = build_model(widths)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.01))
     wrapped = fabric.setup_dataloaders(loader(data))
-    done = 0
-    while done < steps:
-        for x, y in wrapped:
-            optimizer.zero_grad()
-            fabric.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            done += 1
+    _loop(model, optimizer, wrapped, fabric.backward, steps)
 
 
 def accelerate(data: Any, steps: int, widths: tuple[int, ...], folder: Path, device: str) -> None:
@@ -125,11 +119,16 @@ def accelerate(data: Any, steps: int, widths: tuple[int, ...], folder: Path, dev
     model = build_model(widths)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model, optimizer, wrapped = accelerator.prepare(model, optimizer, loader(data))
+    _loop(model, optimizer, wrapped, accelerator.backward, steps)
+
+
+def _loop(model: Any, optimizer: Any, batches: Any, backward: Any, steps: int) -> None:
+    """As their guides write it; the last epoch is gone through to its end."""
     done = 0
     while done < steps:
-        for x, y in wrapped:
+        for x, y in batches:
             optimizer.zero_grad()
-            accelerator.backward(F.cross_entropy(model(x), y))
+            backward(F.cross_entropy(model(x), y))
             optimizer.step()
             done += 1
 

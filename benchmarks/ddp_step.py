@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.comparing import Between, Blocks, Spread, on_ranks, one_by_one
 from benchmarks.contenders import endless, lightning_module, loader, trainer
 from benchmarks.step_cost import ours
-from benchmarks.work import BareLoop, Between, Blocks, Samples, build_model, table
+from benchmarks.work import BareLoop, Samples, build_model, table
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.start import create
-from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.launchers.local import Local
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.trainer import run_in
 from torsh_trainer.world import World
@@ -33,29 +31,21 @@ def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
 
     Lightning, far from the aim, runs a quarter of the blocks. On CPUs, whatever ``device``.
     """
-    blocks = 10 if quick else 800
-    rows = []
-    for name in CONTENDERS:
-        with tempfile.TemporaryDirectory() as folder:
-            launcher = Local(num_processes=2, threads_per_process=1)
-            found: Blocks = launcher.launch(
-                _rank,
-                name,
-                blocks // (4 if name.startswith("Lightning") else 1),
-                Path(folder),
-                context=LaunchContext(env={}),
-            )
-        ratio = found.ratio
-        rows.append(
-            {
-                "contender": name,
-                "ratio": asdict(ratio),
-                "bare_us": found.bare_us,
-                "blocks": len(found.contender),
-            }
-        )
-        print(f"  {name}: {ratio.value:.3f} of bare DDP", flush=True)
-    return rows
+    return one_by_one(
+        CONTENDERS,
+        lambda name: _row(name, 10 if quick else 800),
+        lambda row: f"{row['contender']}: {row['ratio']['value']:.3f} of bare DDP",
+    )
+
+
+def _row(name: str, blocks: int) -> dict[str, Any]:
+    found = on_ranks(2, _rank, name, blocks // (4 if name.startswith("Lightning") else 1))
+    return {
+        "contender": name,
+        "ratio": asdict(found.ratio),
+        "bare_us": found.bare_us,
+        "blocks": len(found.contender),
+    }
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -64,8 +54,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     cells = [
         (
             row["contender"],
-            f"{row['ratio']['value']:.3f}",
-            f"{row['ratio']['low']:.3f} to {row['ratio']['high']:.3f}",
+            *Spread(**row["ratio"]).cells(".3f"),
             f"{row['bare_us']:.0f}",
             row["blocks"],
         )
@@ -80,7 +69,7 @@ def _rank(world: World, name: str, blocks: int, folder: Path) -> Blocks:
     wrapped = DistributedDataParallel(build_model(WIDTHS))
     loop = BareLoop(wrapped, iter(source(Samples())))
     data = Between(loop.run, block=BLOCK)
-    steps = BLOCK * (blocks + 4)
+    steps = data.steps(blocks)
     if name.startswith("bare"):
         BareLoop(DistributedDataParallel(build_model(WIDTHS)), iter(endless(data))).run(steps)
     elif name.startswith("ToRSh"):

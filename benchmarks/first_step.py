@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.comparing import in_new_process, in_turns
 from benchmarks.work import table
 
 TITLE = "from the shell to the first step, and (d) peak memory"
@@ -35,10 +34,7 @@ SCRIPTS: dict[str, list[str]] = {
 
 def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
     """One row for each script: medians over interleaved runs, on the CPU."""
-    seen: dict[str, list[dict[str, float]]] = {name: [] for name in SCRIPTS}
-    for _ in range(2 if quick else 7):
-        for name, arguments in SCRIPTS.items():
-            seen[name].append(_run(name, arguments, STEPS))
+    seen = in_turns(SCRIPTS, _run, rounds=2 if quick else 7)
     rows = [
         {
             "contender": name,
@@ -77,25 +73,13 @@ def text(rows: list[dict[str, Any]]) -> str:
     return f"{title}\n\n{table(head, cells)}"
 
 
-def _run(name: str, arguments: list[str], steps: int) -> dict[str, float]:
+def _run(name: str) -> dict[str, float]:
+    words = SCRIPTS[name]
+    steps = f"trainer.max_steps={STEPS}" if "-m" in words else str(STEPS)
     with tempfile.TemporaryDirectory() as folder:
         marks = Path(folder) / "marks.json"
-        extra = [f"trainer.max_steps={steps}"] if "-m" in arguments else [str(steps)]
-        env = {
-            **os.environ,
-            "BENCHMARK_MARKS": str(marks),
-            "PYTHONPATH": str(HERE.parent),
-        }
+        env = {**os.environ, "BENCHMARK_MARKS": str(marks), "PYTHONPATH": str(HERE.parent)}
         began = time.time()
-        done = subprocess.run(
-            [sys.executable, *arguments, *extra],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{name} failed:\n{done.stderr[-2000:]}")
+        in_new_process(name, [*words, steps], folder=Path(folder), env=env)
         found = json.loads(marks.read_text(encoding="utf-8"))
-        return {"first_step_s": found["first_step"] - began, "peak_bytes": found["peak_bytes"]}
+    return {"first_step_s": found["first_step"] - began, "peak_bytes": found["peak_bytes"]}

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.comparing import in_turns
 from torsh_trainer.optimizers import OptimizerSpec
 
 MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
@@ -65,8 +66,8 @@ def ratio(
     for setting in plain.param_groups:
         setting["fused"] = None
     _block(fused, device), _block(plain, device)  # state is allocated
-    pairs = [(_block(fused, device), _block(plain, device)) for _ in range(blocks)]
-    return min(a for a, _ in pairs) / min(b for _, b in pairs)
+    took = in_turns((fused, plain), lambda optimizer: _block(optimizer, device), rounds=blocks)
+    return min(took[fused]) / min(took[plain])
 
 
 def _optimizer(

@@ -28,25 +28,13 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
+from benchmarks.comparing import Spread
 from benchmarks.contenders import trainer
 from benchmarks.work import BATCH, CLASSES, FEATURES, Samples, build_model, table
 from torsh_trainer.callbacks.base import Callback, StepReport
+from torsh_trainer.comm import compression
 from torsh_trainer.comm.base import CommOptions
-from torsh_trainer.comm.compression import (
-    BF16,
-    FP16,
-    Compression,
-    GradientReducer,
-    Int4,
-    Int8,
-    NoCompression,
-    OneBit,
-    PowerSGD,
-    RandomK,
-    SignSGD,
-    Threshold,
-    TopK,
-)
+from torsh_trainer.comm.compression import Compression, GradientReducer
 from torsh_trainer.comm.start import create
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.trainer import run_in
@@ -66,17 +54,17 @@ WARM_UP = 2
 """Steps after each change of the rate that do not count: TCP has to find it."""
 
 COMPRESSIONS: dict[str, Compression] = {
-    "none": NoCompression(),
-    "fp16": FP16(),
-    "bf16": BF16(),
-    "topk 1%": TopK(RATIO),
-    "randomk 1%": RandomK(RATIO),
-    "threshold": Threshold(),
-    "int8": Int8(),
-    "int4": Int4(),
-    "signsgd": SignSGD(),
-    "onebit": OneBit(),
-    "powersgd": PowerSGD(),
+    "none": compression.NoCompression(),
+    "fp16": compression.FP16(),
+    "bf16": compression.BF16(),
+    "topk 1%": compression.TopK(RATIO),
+    "randomk 1%": compression.RandomK(RATIO),
+    "threshold": compression.Threshold(),
+    "int8": compression.Int8(),
+    "int4": compression.Int4(),
+    "signsgd": compression.SignSGD(),
+    "onebit": compression.OneBit(),
+    "powersgd": compression.PowerSGD(),
 }
 QUICK = ("none", "fp16", "topk 1%")
 
@@ -343,7 +331,7 @@ def _row(
 ) -> dict[str, Any]:
     """Trains under one compression, at every rate in turn."""
     knobs = COMPRESSIONS[name]
-    if isinstance(knobs, Threshold):
+    if isinstance(knobs, compression.Threshold):
         knobs = replace(knobs, threshold=_reached_by(RATIO))
     watch = Stopwatch()
     clock = Clock(steps, link, watch)
@@ -443,12 +431,13 @@ class Clock(Callback):
     def at(self, rate: Rate) -> dict[str, Any]:
         """Medians of the steps at a rate, and bytes a step."""
         seconds, compressing, moved, counted = zip(*self._seen[rate], strict=True)
+        step = Spread.extremes(seconds)
         return {
             "mbit": rate,
             "steps": len(seconds),
-            "step_s": statistics.median(seconds),
-            "fastest_s": min(seconds),
-            "slowest_s": max(seconds),
+            "step_s": step.value,
+            "fastest_s": step.low,
+            "slowest_s": step.high,
             "compressing_s": statistics.median(compressing),
             "interface_bytes": statistics.fmean(moved),
             "counted_bytes": None if self._watch.sent_bytes is None else statistics.fmean(counted),

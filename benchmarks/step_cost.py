@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.comparing import Between, Spread, one_by_one
 from benchmarks.contenders import ALL, as_is, bare, endless, torsh
-from benchmarks.work import BATCH, MODELS, BareLoop, Between, Samples, build_model, table
+from benchmarks.work import BATCH, MODELS, BareLoop, Samples, build_model, table
 from torsh_trainer.data.feed import in_order_of
 from torsh_trainer.data.loading import Loading
 
@@ -22,29 +24,32 @@ PRECISELY = {bare: 5, torsh: 5}
 
 def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
     """One row for each model and contender: microseconds a step over the bare loop beside it."""
-    blocks = 10 if quick else 60
-    rows = []
-    for model, widths in MODELS.items():
-        for name, contender in ALL.items():
-            # The bare loop reads through the contender's own kind of loader: only the loop differs.
-            source = ours if contender is torsh else endless
-            loop = BareLoop(build_model(widths).to(device), iter(source(Samples())), device)
-            data = Between(loop.run, block=BLOCK, device="cpu")
-            steps = BLOCK * (blocks * PRECISELY.get(contender, 1) + 4)
-            with tempfile.TemporaryDirectory() as folder:
-                torch.manual_seed(0)
-                contender(data, steps, widths, Path(folder), device)
-            rows.append(
-                {
-                    "model": model,
-                    "contender": name,
-                    "extra_us": asdict(extra := data.blocks.extra_us),
-                    "bare_us": data.blocks.bare_us,
-                    "blocks": len(data.blocks.contender),
-                }
-            )
-            print(f"  {model}: {name}: {extra.value:+.1f} us a step", flush=True)
-    return rows
+    return one_by_one(
+        itertools.product(MODELS, ALL),
+        lambda pair: _row(*pair, 10 if quick else 60, device),
+        lambda row: (
+            f"{row['model']}: {row['contender']}: {row['extra_us']['value']:+.1f} us a step"
+        ),
+    )
+
+
+def _row(model: str, name: str, blocks: int, device: str) -> dict[str, Any]:
+    widths, contender = MODELS[model], ALL[name]
+    # The bare loop reads through the contender's own kind of loader: only the loop differs.
+    source = ours if contender is torsh else endless
+    loop = BareLoop(build_model(widths).to(device), iter(source(Samples())), device)
+    data = Between(loop.run, block=BLOCK, device="cpu")
+    steps = data.steps(blocks * PRECISELY.get(contender, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        contender(data, steps, widths, Path(folder), device)
+    return {
+        "model": model,
+        "contender": name,
+        "extra_us": asdict(data.blocks.extra_us),
+        "bare_us": data.blocks.bare_us,
+        "blocks": len(data.blocks.contender),
+    }
 
 
 def text(rows: list[dict[str, Any]]) -> str:
@@ -54,8 +59,7 @@ def text(rows: list[dict[str, Any]]) -> str:
         (
             row["model"],
             row["contender"],
-            f"{row['extra_us']['value']:+.1f}",
-            f"{row['extra_us']['low']:+.1f} to {row['extra_us']['high']:+.1f}",
+            *Spread(**row["extra_us"]).cells("+.1f"),
             f"{row['bare_us']:.0f}",
             row["blocks"],
         )
