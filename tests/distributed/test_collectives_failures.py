@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
@@ -9,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from torsh_trainer import comm as tc
-from torsh_trainer.comm import groups
+from torsh_trainer.comm import attendance, groups
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.errors import TrainingError
 from torsh_trainer.testing.ranks import RankPool, shared
 
-BRIEF = CommOptions(timeout_s=4.0, startup_timeout_s=60.0)
+BRIEF = CommOptions(timeout_s=2.0, startup_timeout_s=60.0)
 
 
 def told(call):
@@ -152,25 +154,31 @@ def missing_one(answers):
         assert (facts["rank"], facts["missing"]) == (rank, [1])
 
 
-def test_a_rank_that_does_not_come_is_named_when_the_time_is_over():
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_over(away):
     def case(communicator):
+        communicator.barrier()  # nobody else is late, however busy the machine is
         if communicator.world.rank == 1:
-            time.sleep(9.0)  # beyond the timeout, and the wait for notes after it
+            away.until_noticed_by(2)
             return None
-        return told(lambda: tc.all_reduce(torch.ones(1)))
+        answer = told(lambda: tc.all_reduce(torch.ones(1)))
+        away.noticed(communicator.world.rank)
+        return answer
 
     with RankPool(3, options=BRIEF) as pool:
         missing_one(pool.run(case))
 
 
-def test_with_checks_it_is_named_before_the_backend_gives_up():
+def test_with_checks_it_is_named_before_the_backend_gives_up(away):
     def case(communicator):
+        communicator.barrier()
         if communicator.world.rank == 1:
-            time.sleep(2.5)
+            away.until_noticed_by(2)
             return None
-        groups.resolve().timeout_s = 1.0  # the group's own is a minute
+        groups.resolve().timeout_s = 2.0  # the group's own is a minute
         tc.set_check(True)
-        return told(lambda: tc.all_reduce(torch.ones(1)))
+        answer = told(lambda: tc.all_reduce(torch.ones(1)))
+        away.noticed(communicator.world.rank)
+        return answer
 
     with RankPool(3) as pool:
         missing_one(pool.run(case))
@@ -188,3 +196,46 @@ def test_a_rank_that_has_ended_is_named():
     assert kind == "CommunicationError"
     assert facts["missing"] == [1]
     assert "rank 1 of 2" in words
+
+
+def left_by_rank_0(world, leave, done):
+    """What the others are told when the process leaves that is rank 0, and holds the store.
+
+    The pool's own rank 0 only looks after that one.
+    """
+    if world.rank:
+        attendance._ANSWER_S = 1.0
+        try:
+            communicator = tc.create(world, BRIEF, torch.device("cpu"))
+            communicator.barrier()
+            return told(lambda: communicator.all_reduce(torch.ones(1)))
+        finally:
+            done.touch()
+    main = os.fork()
+    if main == 0:
+        try:
+            tc.create(world, BRIEF, torch.device("cpu")).barrier()
+            leave()
+        finally:
+            os._exit(0)
+    os.close(world.rendezvous.listen_fd)  # else the port would outlive its process
+    while not done.exists():
+        time.sleep(0.05)
+    os.kill(main, signal.SIGKILL)
+    os.waitpid(main, 0)
+    return None
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        pytest.param(lambda: None, id="ended"),
+        pytest.param(lambda: os.kill(os.getpid(), signal.SIGSTOP), id="stopped"),
+    ],
+)
+def test_a_store_out_of_reach_is_told_and_nobody_is_accused(leave, tmp_path):
+    with RankPool(2, join=False) as pool:
+        kind, words, facts = pool.run(left_by_rank_0, leave, tmp_path / "done")[1]
+    assert kind == "CommunicationError"
+    assert "the process that holds the job's store (rank 0) cannot be reached" in words
+    assert (facts["rank"], facts["missing"]) == (1, [])
