@@ -154,6 +154,13 @@ class Communicator(abc.ABC):
         """
         return torch.zeros(count, dtype=dtype, device=self.device)
 
+    def shares(self, count: int) -> bool:
+        """Whether members can all reach what ``zeros`` makes for so many elements.
+
+        The same on every member. Such a tensor is reduced without a copy.
+        """
+        return False
+
     def place(self, tensor: Tensor) -> Tensor:
         """``tensor`` on the device on which this communicator works."""
         return tensor.to(self.device)

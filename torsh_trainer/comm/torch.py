@@ -173,6 +173,11 @@ class TorchCommunicator(Communicator):
         zeros: Tensor = shared(count, dtype)
         return zeros
 
+    @_collective
+    def shares(self, count: int) -> bool:
+        ask = getattr(self.process_group, "shares", None)
+        return ask is not None and self.device.type == "cpu" and bool(ask(count))
+
     # -- control --------------------------------------------------------------------------------
 
     @_collective

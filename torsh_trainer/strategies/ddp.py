@@ -31,6 +31,7 @@ from torsh_trainer.strategies.base import (
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
 from torsh_trainer.strategies.native import DTYPES, NativeEngine
+from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
@@ -137,6 +138,8 @@ class DDPEngine(NativeEngine):
         if reducer is not None and self._ddp is not None:
             refuse_unused(self._ddp, reducer.knobs)
             register(self._ddp, reducer, self._names)
+        elif self._ddp is not None and job.precision.reduce == "fp32":
+            share_buckets(self._ddp, comm)
         if not knobs.overlap:
             modules.share([*model.parameters(), *model.buffers()], comm)
 

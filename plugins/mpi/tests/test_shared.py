@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.nn.parallel import DistributedDataParallel
+from torsh_mpi import channel
 from torsh_mpi import shared as module
 from torsh_mpi.agreement import FIRST
 from torsh_mpi.launcher import Mpi
@@ -24,10 +27,13 @@ from torsh_trainer.comm import create
 from torsh_trainer.comm.reducer import BucketReducer
 from torsh_trainer.errors import WorkerError
 from torsh_trainer.launchers.base import LaunchContext
+from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.strategies.shared_buckets import share_buckets
+from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
+from torsh_trainer.testing.reference import Outcome, Scenario
 
 MPI = replace(OPTIONS, backend="mpi")
-HASTY = replace(MPI, timeout_s=1.0)
 SIZES = (2, 4)
 OPS = {
     "SUM": torch.add,
@@ -95,12 +101,50 @@ def beyond_the_first() -> None:
         dist.all_reduce(torch.ones(1))
 
 
+def trained(comm, options, *, hooked=False):
+    """Bits of every step, how many buckets lie in the room, and whether they were laid out anew."""
+    torch.manual_seed(0)
+    wide = [torch.nn.Linear(600, 600) for _ in range(3)]
+    model = torch.nn.Sequential(*wide, torch.nn.Linear(600, 3))
+    ddp = DistributedDataParallel(Sometimes(model), bucket_cap_mb=1.5, **options)
+    room = comm.process_group._channel.room()
+    before = len(room._placed)
+    if hooked:
+        share_buckets(ddp, comm)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    x = values(comm.world.rank, 8 * 600, torch.float32).view(8, 600)
+    states = []
+    for step in range(4):
+        leaves_out = step % 2 == 1 and "find_unused_parameters" in options
+        together = step == 0 and "static_graph" in options  # learnt in a step that communicates
+        with contextlib.nullcontext() if together else ddp.no_sync():
+            ddp(x[:4], leaves_out).square().mean().backward()
+        ddp(x[4:], leaves_out).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 2)
+        states.append([bits(p.detach()) for p in ddp.parameters()])
+    return states, len(room._placed) - before, ddp._has_rebuilt_buckets
+
+
+class Sometimes(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, leaves_out):
+        for number, layer in enumerate(self.layers):
+            if not (leaves_out and number == 1):
+                x = layer(x)
+        return x
+
+
 @contextlib.contextmanager
-def no_messages():
+def no_messages(*, messages=False):
     """Within, whatever would be a message of MPI's fails; what lies elsewhere is staged at once."""
     channel = dist.group.WORLD._channel
     assert channel.room() is not None
-    comm, channel.comm = channel.comm, None
+    comm = channel.comm
+    channel.comm = comm if messages else None
     limit, module.STAGED_COUNT = module.STAGED_COUNT, MIN_COUNT
     try:
         yield
@@ -263,6 +307,48 @@ class TestRoom:
 
         assert shared(2, options=MPI).run(case) == [(True, [True, True])] * 2
 
+    @pytest.mark.parametrize("size", SIZES)
+    def test_buckets_of_ddp_are_averaged_in_the_room_to_the_same_bits(self, size):
+        """As DDP averages them itself: laid out anew, in parts, of parameters that are not used."""
+        ways = ("", "static_graph", "gradient_as_bucket_view", "find_unused_parameters")
+
+        def case(comm):
+            found = {}
+            for way in ways:
+                options = {way: True} if way else {}
+                with no_messages(messages=True):
+                    plain, _, _ = trained(comm, options)
+                    hooked, places, rebuilt = trained(comm, options, hooked=True)
+                found[way] = plain == hooked, places, rebuilt
+            return found
+
+        for found in shared(size, options=MPI).run(case):
+            for way, (same, places, rebuilt) in found.items():
+                # find_unused_parameters keeps the first layout, which has more than one bucket.
+                assert (same, places > 1, rebuilt) == (True, True, way != ways[-1]), (way, found)
+
+    def test_the_engine_of_ddp_has_its_buckets_averaged_there(self):
+        """Not when it communicates after backward, in buckets of its own."""
+        kinds = (DDP(overlap=False), DDP())
+
+        def case(comm):
+            room = comm.process_group._channel.room()
+            limit, channel.MIN_COUNT = channel.MIN_COUNT, 1  # the model is tiny
+            found = []
+            try:
+                for kind in kinds:
+                    before = len(room._placed)
+                    driver = Driver(comm, kind, Scenario())
+                    driver.step(0, Outcome())
+                    found.append(len(room._placed) - before)
+                    driver.engine.close()
+            finally:
+                channel.MIN_COUNT = limit
+            return found
+
+        for afterwards, overlapping in shared(2, options=MPI).run(case):
+            assert (afterwards, overlapping > 0) == (0, True)
+
     def test_who_waits_sleeps(self):
         def case(comm):
             beyond_the_first()
@@ -307,7 +393,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("waits", ["here", "elsewhere"])
     @pytest.mark.parametrize("revokes", [True, False])
-    def test_a_rank_that_does_not_come_is_named_by_all_others(self, waits, revokes):
+    def test_a_rank_that_does_not_come_is_named_by_all_others(self, waits, revokes, away):
         def case(comm):
             if not revokes:
                 from torsh_mpi import endings, seats
@@ -315,21 +401,24 @@ class TestFailures:
                 endings.can_revoke.cache_clear()
                 os.environ[seats.TOLERANT] = "0"
             beyond_the_first()
+            comm.process_group.set_timeout(timedelta(seconds=2))
             if comm.world.rank == 2:
-                time.sleep(5)
+                away.until_noticed_by(3)
                 return ""
+            words = "nothing"
             try:
                 work = dist.all_reduce(torch.ones(STAGED_COUNT), async_op=waits == "elsewhere")
                 if work is not None:
                     work.wait()
             except RuntimeError as error:
-                return str(error)
-            return "nothing"
+                words = str(error)
+            away.noticed(comm.world.rank)
+            return words
 
-        with RankPool(4, options=HASTY) as pool:
+        with RankPool(4, options=MPI) as pool:
             answers = pool.run(case)
         for rank in (0, 1, 3):
-            assert "all_reduce did not finish within 1 s" in answers[rank]
+            assert "all_reduce did not finish within 2 s" in answers[rank]
             assert "rank 2 did not enter it" in answers[rank]
 
     def test_a_rank_that_dies_ends_the_job_with_one_error(self):

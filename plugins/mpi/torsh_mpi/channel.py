@@ -139,6 +139,10 @@ class Channel:
             return torch.zeros(count, dtype=dtype)
         return room.zeros(count, dtype)
 
+    def shares(self, count: int) -> bool:
+        """Whether ``zeros`` of so many elements have such a place; the same on every member."""
+        return self.room() is not None and count >= MIN_COUNT
+
     def room(self) -> Room | None:
         """Where members on one host meet; opened, by all together, when it is first wanted."""
         if self._agreement is not None:

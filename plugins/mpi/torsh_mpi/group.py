@@ -380,6 +380,13 @@ class MpiGroup(_TorchGroup):
         self._lane.run(call)
         return made[0]
 
+    def shares(self, count: int) -> bool:
+        """Whether members reach each other's ``shared_zeros`` of so many elements. Collective."""
+        answers: list[bool] = []
+        call = Call("shares", lambda: answers.append(self._channel.shares(count)), ())
+        self._lane.run(call)
+        return answers[0]
+
     # Names that torch before 2.13 calls, and some of its code still does.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
