@@ -100,6 +100,15 @@ def test_a_rank_that_dies_leaves_its_last_words(pool):
         pool.run(dies)
 
 
+def test_a_rank_that_aborts_shows_where(pool):
+    def case(comm):
+        if comm.world.rank == 0:
+            os.abort()  # as a library does that finds its memory spoilt
+
+    with pytest.raises(RankFailure, match=r"(?s)rank 0 died with exit code -6.*in case\n"):
+        pool.run(case)
+
+
 def test_a_rank_that_hangs_shows_where(pool):
     def hang_here(comm):
         if comm.world.rank == 1:

@@ -224,7 +224,7 @@ class _Rank(NamedTuple):
     @property
     def last_words(self) -> str:
         text = self.output.read_text(errors="replace") if self.output.exists() else ""
-        return text[-4000:]
+        return text[-8000:]
 
 
 @cache
@@ -281,11 +281,15 @@ def _outcome(place: World | Communicator, payload: bytes) -> bytes:
 
 
 def _write_to(output: Path) -> None:
-    """Output of this process and of the libraries in it goes to a file; so do stacks, on demand."""
+    """Output of this process and of the libraries in it goes to a file.
+
+    So do stacks: on demand, and that of the thread in which the process dies.
+    """
     file = output.open("w", buffering=1)
     os.dup2(file.fileno(), 1)
     os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = file
+    faulthandler.enable(file=file, all_threads=False)
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
 
 
