@@ -60,8 +60,9 @@ class DistributedOptimizer(Optimizer):
 
     Nothing is averaged twice: what an engine, a DistributedDataParallel (torch's or ours) or FSDP
     has reduced, and what ``average_gradients`` has averaged since the last backward, is taken as it
-    is. ``overlap`` averages from hooks while backward goes on; the step then only applies. Wrap a
-    model before making its optimizer.
+    is. ``overlap`` averages from hooks while backward goes on; the step then only applies. The
+    constructor then makes buckets, which over mpi lie in memory that the ranks share: all of them
+    make their optimizers together, in the same order. Wrap a model before making its optimizer.
 
     Everything but ``step`` is the local optimizer's: groups, state, ``state_dict``.
 

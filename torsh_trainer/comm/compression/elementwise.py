@@ -19,7 +19,8 @@ from torsh_trainer.comm.compression.wire import Wire, keep_for_stream
 class FP16(Compressing):
     """Gradients are divided by the number of ranks, rounded to fp16 and summed in fp16.
 
-    What is larger than fp16 holds is cut off there; with ``memory=residual`` the rest follows.
+    With ``memory=residual`` what is larger than fp16 holds is cut off there, and the rest follows;
+    without, it becomes infinite, and shows as a gradient that is not finite.
     The rounding of the sum itself is nobody's residual.
     """
 

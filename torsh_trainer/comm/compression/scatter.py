@@ -84,7 +84,7 @@ class CompressedScatter:
         small = input_tensor.numel() < self.knobs.min_size
         if self._draw.step < self.knobs.warmup_steps or small:
             self._count(input_tensor.numel() * input_tensor.element_size(), group)
-            dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+            dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
             return
         divisor = group.size() if op == dist.ReduceOp.AVG else 1
         if isinstance(self.knobs, Int8):
@@ -97,7 +97,7 @@ class CompressedScatter:
         sent = (value / divisor).to(dtype)
         mine = sent.new_empty(output.shape)
         self._count(sent.numel() * 2, group)
-        dist.reduce_scatter_tensor(mine, sent, group=group)
+        dist.reduce_scatter_single(mine, sent, group=group)
         output.copy_(mine)
 
     def _exchange(self, output: Tensor, value: Tensor, group: Any, divisor: int) -> None:
@@ -135,7 +135,8 @@ def refuse_whole(knobs: Compressing) -> None:
         raise Unsupported(
             f"strategy=fsdp cannot honour compression={knobs.name}: it scatters gradients in "
             "parts, and that method needs them whole",
-            fix="use compression=fp16, bf16, int8 or int4, or strategy=ddp",
+            fix="use compression=fp16 or bf16, int8 or int4 with compression.memory=none, or "
+            "strategy=ddp",
         )
     if knobs.keeps_residual:
         raise Unsupported(

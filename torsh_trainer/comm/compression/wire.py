@@ -48,7 +48,7 @@ class Wire:
         """Begins to collect everybody's ``payload``: the ``Work``, and the rows by rank."""
         self._count((self.size - 1) * _bytes(payload))
         rows = payload.new_empty(self.size * payload.numel())
-        work = dist.all_gather_into_tensor(rows, payload, group=self.group, async_op=True)
+        work = dist.all_gather_single(rows, payload, group=self.group, async_op=True)
         return work, rows.view(self.size, -1)
 
     def counts(self, mine: list[int]) -> list[list[int]]:
