@@ -18,7 +18,7 @@ demo: $(VENV)/.installed-recipes  ## train the digits recipe with DDP on two pro
 
 test: lint docs  ## lint, types, import rules, strict docs, then the tests
 	$(PY) -m pytest -q -m alone || [ $$? -eq 5 ]
-	$(PY) -m pytest -n $(JOBS) -m "not alone"
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not alone"
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 	$(PY) -m ruff check .

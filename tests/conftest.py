@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from torsh_trainer.__main__ import main
+from torsh_trainer.world import World
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,6 +32,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["WANDB_MODE"] = "offline"
+# The tests start hundreds of interpreters; each would compile the package again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A test run inside somebody's cluster job must not take that job's place for its own.
 _CLUSTER = re.compile(
@@ -110,5 +119,97 @@ def run_door(tmp_path: Path) -> RunCommand:
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torsh_trainer", *args]
         return _run(command, cwd=cwd or tmp_path, env=env, timeout_s=timeout_s)
+
+    return run
+
+
+# -- the command line without the price of an interpreter -----------------------------------------
+
+
+def _as_torchrun_would(world: World, port: int, folder: Path) -> None:
+    """Gives this rank the place and the variables that torchrun would have started it with."""
+    os.chdir(folder)
+    if world.size > 1:
+        os.environ.update(
+            TORCHELASTIC_RUN_ID="test",
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            RANK=str(world.rank),
+            WORLD_SIZE=str(world.size),
+            LOCAL_RANK=str(world.rank),
+            LOCAL_WORLD_SIZE=str(world.size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+
+
+def _command(world: World, port: int, folder: Path, args: Sequence[str]) -> tuple[int, str, str]:
+    _as_torchrun_would(world, port, folder)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(args)
+    return code, out.getvalue(), err.getvalue()
+
+
+def _script(world: World, port: int, folder: Path, name: str) -> None:
+    _as_torchrun_would(world, port, folder)
+    runpy.run_path(name, run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def warm_command() -> Iterator[RunCommand]:
+    """``warm_command(args, processes=1, cwd=, timeout_s=120)``: the command line on warm ranks.
+
+    For tests of what a run trains: an interpreter that has to import everything costs many times
+    what their few steps do. The ranks are forked, live as long as the module's tests, and are
+    found by the command line as those that torchrun started. So the launcher has no part in it,
+    nor has a fresh process; what is about these takes ``run_door``.
+    """
+    # Imported late: what needs no torch is tested without it.
+    from torch.distributed import TCPStore
+
+    from torsh_trainer.testing.ranks import RankPool
+
+    with contextlib.ExitStack() as stack:
+
+        @cache
+        def ranks(processes: int) -> RankPool:
+            return stack.enter_context(RankPool(processes, join=False))
+
+        def run(
+            args: Sequence[str], *, processes: int = 1, cwd: Path, timeout_s: float = 120
+        ) -> subprocess.CompletedProcess[str]:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            answers = ranks(processes).run(
+                _command, store.port, cwd, list(args), timeout_s=timeout_s
+            )
+            codes, outs, errs = zip(*answers, strict=True)
+            return subprocess.CompletedProcess(args, max(codes), "".join(outs), "".join(errs))
+
+        yield run
+
+
+@pytest.fixture
+def warm_door(warm_command: RunCommand, tmp_path: Path) -> RunCommand:
+    """``warm_door(args, cwd=tmp_path, processes=1, timeout_s=120)``: as ``warm_command``."""
+
+    def run(
+        args: Sequence[str], cwd: Path | None = None, **options: Any
+    ) -> subprocess.CompletedProcess[str]:
+        return warm_command(args, cwd=cwd or tmp_path, **options)
+
+    return run
+
+
+@pytest.fixture
+def warm_script() -> Callable[..., None]:
+    """``warm_script("script.py", processes=2, cwd=)``: what torchrun does with a script, warm."""
+    from torch.distributed import TCPStore
+
+    from torsh_trainer.testing.ranks import RankPool
+
+    def run(name: str, *, processes: int, cwd: Path) -> None:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        with RankPool(processes, join=False) as ranks:
+            ranks.run(_script, store.port, cwd, name)
 
     return run

@@ -25,15 +25,14 @@ from torsh_trainer.errors import ResourceError
 
 
 @pytest.fixture(scope="module")
-def fsdp(tmp_path_factory, run_command) -> Path:
+def fsdp(tmp_path_factory, warm_command) -> Path:
     """A run of four steps on two processes under FSDP, saved after two and after four."""
     folder = tmp_path_factory.mktemp("fsdp")
-    command = [
-        *(sys.executable, "-m", "torsh_trainer", "+recipe=digits", "strategy=fsdp"),
-        *("launcher.num_processes=2", "trainer.max_steps=4", "checkpoint.every_steps=2"),
+    args = [
+        *("+recipe=digits", "strategy=fsdp", "trainer.max_steps=4", "checkpoint.every_steps=2"),
         *("trainer.eval_every=4", "trainer.stages=[fit]", "hydra.run.dir=run"),
     ]
-    answer = run_command(command, cwd=folder)
+    answer = warm_command(args, processes=2, cwd=folder)
     assert answer.returncode == 0, answer.stderr
     return folder / "run"
 

@@ -105,17 +105,16 @@ class TestInstalled:
         answer = run_command([environment, "-c", script], cwd=tmp_path)
         assert answer.stdout == "Example(flatten=False)\n", answer.stderr
 
-    def test_it_trains_two_processes_as_ddp_does(self, plugin_door, tmp_path):
+    def test_it_trains_two_processes_as_ddp_does(self, plugin_door, warm_door, tmp_path):
+        few = ["trainer.max_steps=4", "trainer.stages=[fit]", "launcher.num_processes=2"]
+        answers = {
+            "example": plugin_door("+recipe=example_digits", *few, "hydra.run.dir=example"),
+            "ddp": warm_door(
+                ["+recipe=digits", "strategy=ddp", *few, "hydra.run.dir=ddp"], processes=2
+            ),
+        }
         losses = {}
-        for strategy in ("example", "ddp"):
-            answer = plugin_door(
-                "+recipe=example_digits",
-                f"strategy={strategy}",
-                "launcher.num_processes=2",
-                "trainer.max_steps=4",
-                "trainer.stages=[fit]",
-                f"hydra.run.dir={strategy}",
-            )
+        for strategy, answer in answers.items():
             assert answer.returncode == 0, answer.stdout + answer.stderr
             result = json.loads((tmp_path / strategy / "result.json").read_text())
             assert result["strategy"] == strategy

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -414,3 +415,29 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
     yield make
     for one in disks:
         one.close()
+
+
+# -- a rank that does not come --------------------------------------------------------------------
+
+
+class Away:
+    """How a rank stays away from what the others do until they have noticed, and no longer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def noticed(self, rank: int) -> None:
+        """What ``rank`` waited for is over."""
+        (self._folder / f"noticed-{rank}").touch()
+
+    def until_noticed_by(self, others: int) -> None:
+        """Returns once so many ranks have noticed, or after a minute."""
+        end_s = time.monotonic() + 60
+        while len(list(self._folder.glob("noticed-*"))) < others and time.monotonic() < end_s:
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> Away:
+    """For the rank that does not come, and for those that find it missing."""
+    return Away(tmp_path)

@@ -82,13 +82,15 @@ def test_a_plugin_that_waits_for_all_is_loaded_only_where_all_have_it():
             assert (fallback, backend, total) == ("gloo", "patient", 2.0)
 
 
-def test_a_plugin_that_waits_for_all_does_not_hide_who_never_arrived():
+def test_a_plugin_that_waits_for_all_does_not_hide_who_never_arrived(away):
     def case(world):
         installed()
         if world.rank == 1:
-            time.sleep(3.0)
+            away.until_noticed_by(1)
             return "", "", {}
-        return told(lambda: meeting(world, startup_timeout_s=1.0))
+        answer = told(lambda: meeting(world, startup_timeout_s=1.0))
+        away.noticed(world.rank)
+        return answer
 
     with RankPool(2, join=False) as pool:
         kind, words, facts = pool.run(case)[0]
@@ -100,20 +102,24 @@ def test_a_plugin_that_waits_for_all_does_not_hide_who_never_arrived():
 # -- a rank that does not come --------------------------------------------------------------------
 
 
-def test_a_communicator_names_the_rank_that_does_not_come():
+def test_a_communicator_names_the_rank_that_does_not_come(away):
+    def reduce(comm):
+        work = comm.all_reduce(torch.ones(1), async_op=comm.world.rank == 2)
+        if work is not None:
+            work.wait()
+
     def case(comm):
         attendance.GRACE_S = 1.0
+        comm.barrier()  # nobody else is late, however busy the machine is
         if comm.world.rank == 1:
-            time.sleep(4.5)  # beyond the timeout, and the wait for notes after it
+            away.until_noticed_by(2)
             return "", "", {}
-        work = comm.all_reduce(torch.ones(1), async_op=comm.world.rank == 2)
-        return told(work.wait if work is not None else lambda: None)
-
-    def in_words(comm):
-        return told(lambda: case(comm)) if comm.world.rank == 0 else case(comm)
+        answer = told(lambda: reduce(comm))
+        away.noticed(comm.world.rank)
+        return answer
 
     with RankPool(3, options=BRIEF) as pool:
-        answers = pool.run(in_words)
+        answers = pool.run(case)
     for rank, operation in ((0, "all_reduce"), (2, "an asynchronous collective")):
         kind, words, facts = answers[rank]
         assert kind == "CommunicationError"
@@ -122,14 +128,17 @@ def test_a_communicator_names_the_rank_that_does_not_come():
         assert facts["missing"] == [1]
 
 
-def test_a_part_of_the_job_waits_no_longer_than_the_whole():
+def test_a_part_of_the_job_waits_no_longer_than_the_whole(away):
     def case(comm):
         attendance.GRACE_S = 1.0
         part = comm.split([0, 1])
+        comm.barrier()
         if comm.world.rank != 0:
-            time.sleep(4.5)
+            away.until_noticed_by(1)
             return "", "", {}
-        return told(lambda: part.all_reduce(torch.ones(1)))
+        answer = told(lambda: part.all_reduce(torch.ones(1)))
+        away.noticed(0)
+        return answer
 
     with RankPool(3, options=BRIEF) as pool:
         kind, words, facts = pool.run(case, timeout_s=30.0)[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -105,13 +104,15 @@ def test_a_port_in_use_is_named(ranks):
     assert facts["port"] == taken
 
 
-def test_a_rank_that_never_arrives_is_named_by_all_others():
+def test_a_rank_that_never_arrives_is_named_by_all_others(away):
     def case(world):
         if world.rank == 2:
-            time.sleep(3.0)  # hangs before it joins
+            away.until_noticed_by(2)  # hangs before it joins
             return None
         options = replace(BRIEF, startup_timeout_s=1.0)
-        return error_of(lambda: create(world, options, CPU))
+        answer = error_of(lambda: create(world, options, CPU))
+        away.noticed(world.rank)
+        return answer
 
     with RankPool(3, join=False) as pool:
         answers = pool.run(case)

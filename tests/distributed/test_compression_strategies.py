@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -397,17 +396,16 @@ DIGITS = {
 
 
 @pytest.fixture(scope="module")
-def digits(run_command: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def digits(warm_command: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The run directories of the recipe, twice as long as usual, on two ranks."""
     place = tmp_path_factory.mktemp("digits")
     for name, overrides in DIGITS.items():
-        command = [
-            *(sys.executable, "-m", "torsh_trainer", "+recipe=digits", "strategy=ddp"),
-            *("launcher.num_processes=2", "checkpoint.at_end=false", f"hydra.run.dir={name}"),
+        args = [
+            *("+recipe=digits", "strategy=ddp", "checkpoint.at_end=false", f"hydra.run.dir={name}"),
             *(f"trainer.max_epochs={EPOCHS}", f"trainer.eval_every_epochs={EPOCHS}"),
             *overrides,
         ]
-        ended = run_command(command, cwd=place)
+        ended = warm_command(args, processes=2, cwd=place)
         assert ended.returncode == 0, ended.stderr
     return {name: place / name for name in DIGITS}
 
@@ -450,8 +448,8 @@ def test_reports_and_the_result_say_how_many_bytes_were_sent(digits: dict[str, P
     ],
 )
 def test_a_wrong_word_on_the_command_line_is_one_error(
-    run_door: Any, overrides: list[str], words: str
+    warm_door: Any, overrides: list[str], words: str
 ) -> None:
-    ended = run_door(["+recipe=digits", "launcher.num_processes=1", *overrides])
+    ended = warm_door(["+recipe=digits", "launcher.num_processes=1", *overrides])
     assert ended.returncode == 2
     assert words in ended.stderr

@@ -68,15 +68,17 @@ def test_a_signal_to_the_parent_stops_all_ranks_after_one_step_with_a_checkpoint
     assert told["error"]["type"] == "Interrupted"
 
 
-def test_a_run_that_was_stopped_goes_on_on_the_same_curve(run_door: Any, tmp_path: Path) -> None:
-    def run(folder: str, steps: int) -> None:
+def test_a_run_that_was_stopped_goes_on_on_the_same_curve(
+    run_door: Any, warm_door: Any, tmp_path: Path
+) -> None:
+    def run(door: Any, folder: str, steps: int, **options: Any) -> None:
         overrides = [f"hydra.run.dir={tmp_path / folder}", f"trainer.max_steps={steps}"]
-        done = run_door([*LONG, *overrides], timeout_s=240)
+        done = door([*LONG, *overrides], timeout_s=240, **options)
         assert done.returncode == 0, done.stderr
 
-    run("whole", 24)
-    run("parts", 11)
-    run("parts", 24)
+    run(warm_door, "whole", 24, processes=2)
+    run(warm_door, "parts", 11, processes=2)
+    run(run_door, "parts", 24)  # in processes that have nothing of the first part
     whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     assert [row["step"] for row in parts] == list(range(1, 25))
     for mine, expected in zip(parts, whole, strict=True):
@@ -100,7 +102,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_exit_code_3(
 
 
 def test_early_stopping_ends_at_the_same_step_as_on_one_process(
-    run_door: Any, tmp_path: Path
+    warm_door: Any, tmp_path: Path
 ) -> None:
     def stopped_at(processes: int) -> int:
         folder = tmp_path / str(processes)
@@ -119,7 +121,7 @@ def test_early_stopping_ends_at_the_same_step_as_on_one_process(
             "callbacks.early_stopping.patience=1",
             "callbacks.early_stopping.min_delta=0.05",
         ]
-        done = run_door([*LONG, *overrides], timeout_s=240)
+        done = warm_door([*LONG, *overrides], processes=processes, timeout_s=240)
         assert done.returncode == 0, done.stderr
         steps: int = json.loads((folder / "result.json").read_text(encoding="utf-8"))["steps"]
         return steps
@@ -130,7 +132,7 @@ def test_early_stopping_ends_at_the_same_step_as_on_one_process(
 
 
 def test_an_unused_parameter_is_named_by_ddp_and_allowed_when_asked(
-    run_door: Any, tmp_path: Path
+    run_door: Any, warm_door: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "spare.py").write_text(
         "from torch import nn\n"
@@ -144,5 +146,6 @@ def test_an_unused_parameter_is_named_by_ddp_and_allowed_when_asked(
     refused = run_door(spare, timeout_s=240)
     assert refused.returncode == 2
     assert "never_used.weight" in refused.stderr
-    allowed = run_door([*spare, "strategy.find_unused_parameters=true"], timeout_s=240)
+    words = [*spare, "strategy.find_unused_parameters=true"]
+    allowed = warm_door(words, processes=2, timeout_s=240)
     assert allowed.returncode == 0, allowed.stderr

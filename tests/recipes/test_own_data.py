@@ -32,14 +32,14 @@ def write_table(path: Path, header: list[str], rows: list[list[Any]]) -> None:
 
 
 def test_a_table_of_flowers_is_classified_and_predicted_by_name(
-    run_door: Door, tmp_path: Path
+    warm_door: Door, tmp_path: Path
 ) -> None:
     iris = load_iris()
     names = [str(iris.target_names[label]) for label in iris.target]
     rows = [[*row, name] for row, name in zip(iris.data.tolist(), names, strict=True)]
     write_table(tmp_path / "flowers.csv", ["a", "b", "c", "d", "species"], rows)
     write_table(tmp_path / "new.csv", ["d", "c", "b", "a"], [row[3::-1] for row in rows[::10]])
-    done = run_door(
+    done = warm_door(
         [
             "task=classification", "model=mlp", "data=csv",
             "data.path=flowers.csv", "data.target=species", "data.predict_path=new.csv",
@@ -53,12 +53,12 @@ def test_a_table_of_flowers_is_classified_and_predicted_by_name(
 
 
 def test_numbers_of_a_table_are_predicted_better_than_by_their_mean(
-    run_door: Door, tmp_path: Path
+    warm_door: Door, tmp_path: Path
 ) -> None:
     x, y = load_diabetes(return_X_y=True)
     rows = [[*row, target / 100] for row, target in zip(x.tolist(), y.tolist(), strict=True)]
     write_table(tmp_path / "patients.csv", [*"abcdefghij", "progress"], rows)
-    done = run_door(
+    done = warm_door(
         [
             "task=regression", "model=mlp", "data=csv", "data.kind=regression",
             "data.path=patients.csv", "data.target=progress", "model.in_features=10",
@@ -108,27 +108,28 @@ TEXT = [
 
 
 def test_lines_of_different_lengths_train_alike_on_one_and_two_processes(
-    run_door: Door, book: Path
+    warm_door: Door, book: Path
 ) -> None:
     losses = []
     for processes in (1, 2):
         folder = book / str(processes)
         folder.mkdir()
-        done = run_door(
+        done = warm_door(
             [
                 *TEXT, "data.paths='../books/**/*.txt'", "data.sample=line", "data.batch_size=16",
                 "trainer.max_steps=12", "strategy=ddp", f"launcher.num_processes={processes}",
             ],
             folder,
+            processes=processes,
         )  # fmt: skip
         losses.append(result_of(done, folder)["train_loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_a_context_longer_than_the_models_is_refused_before_the_first_step(
-    run_door: Door, book: Path
+    warm_door: Door, book: Path
 ) -> None:
-    done = run_door(
+    done = warm_door(
         [*TEXT, "data.paths='books/**/*.txt'", "data.context=200", "trainer.max_steps=1"]
     )
     assert done.returncode == 2, done.stderr

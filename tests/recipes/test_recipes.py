@@ -40,7 +40,7 @@ def test_digits_on_two_processes_are_read_with_an_accuracy_of_097(
 
 
 def test_the_language_model_reports_perplexity_tokens_and_utilisation(
-    run_door: Door, tmp_path: Path
+    warm_door: Door, tmp_path: Path
 ) -> None:
     library = tmp_path / "library"
     library.mkdir()
@@ -48,7 +48,7 @@ def test_the_language_model_reports_perplexity_tokens_and_utilisation(
         (library / f"m{number}.py").write_text(
             f"def function_{number}():\n    return {number}\n" * 20
         )
-    done = run_door(
+    done = warm_door(
         [
             "+recipe=stdlib_lm",
             f"data.folder={library}",
@@ -84,16 +84,16 @@ def _write_idx(path: Path, values: Tensor) -> None:
     path.write_bytes(header + values.to(torch.uint8).numpy().tobytes())
 
 
-def test_fashion_mnist_learns_from_idx_files_in_a_folder(run_door: Door, tmp_path: Path) -> None:
+def test_fashion_mnist_learns_from_idx_files_in_a_folder(warm_door: Door, tmp_path: Path) -> None:
     write_clothes(tmp_path)
-    done = run_door(["+recipe=fashion_mnist", f"data.folder={tmp_path}", "trainer.max_epochs=3"])
+    done = warm_door(["+recipe=fashion_mnist", f"data.folder={tmp_path}", "trainer.max_epochs=3"])
     assert result_of(done, tmp_path)["metrics"]["test_accuracy"] > 0.9
 
 
 def test_fashion_mnist_without_its_files_names_the_debian_package(
-    run_door: Door, tmp_path: Path
+    warm_door: Door, tmp_path: Path
 ) -> None:
-    done = run_door(["+recipe=fashion_mnist", f"data.folder={tmp_path / 'nowhere'}"])
+    done = warm_door(["+recipe=fashion_mnist", f"data.folder={tmp_path / 'nowhere'}"])
     assert done.returncode == 2, done.stderr
     assert "apt-get install dataset-fashion-mnist" in done.stderr
     assert "data.folder=" in done.stderr
