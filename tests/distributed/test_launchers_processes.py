@@ -180,11 +180,12 @@ def test_a_killed_worker_ends_the_job(number, tmp_path):
     assert wanted in caught.value.facts["traceback"]
 
 
-@pytest.mark.parametrize("leave", [os._exit, sys.exit])
-def test_a_worker_that_leaves_early_ends_the_job_even_with_code_0(leave, tmp_path):
+@pytest.mark.parametrize("door", ["os._exit", "sys.exit"])
+def test_a_worker_that_leaves_early_ends_the_job_even_with_code_0(door, tmp_path):
     def entry(world):
         if world.rank == 1:
-            leave(0)
+            module, name = door.split(".")  # by name: a logger may have put its own into sys here
+            getattr({"os": os, "sys": sys}[module], name)(0)
         time.sleep(FOREVER)
 
     with pytest.raises(WorkerError, match="rank 1") as caught:
