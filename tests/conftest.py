@@ -128,18 +128,12 @@ def run_door(tmp_path: Path) -> RunCommand:
 
 def _as_torchrun_would(world: World, port: int, folder: Path) -> None:
     """Gives this rank the place and the variables that torchrun would have started it with."""
+    # Imported late: what needs no torch is tested without it.
+    from torsh_trainer.testing.ranks import torchrun_variables
+
     os.chdir(folder)
     if world.size > 1:
-        os.environ.update(
-            TORCHELASTIC_RUN_ID="test",
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            RANK=str(world.rank),
-            WORLD_SIZE=str(world.size),
-            LOCAL_RANK=str(world.rank),
-            LOCAL_WORLD_SIZE=str(world.size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(torchrun_variables(world, port))
 
 
 def _command(world: World, port: int, folder: Path, args: Sequence[str]) -> tuple[int, str, str]:

@@ -211,6 +211,20 @@ def shared(world_size: int, device: str = "cpu", options: CommOptions = OPTIONS)
     return pool
 
 
+def torchrun_variables(world: World, store_port: int) -> dict[str, str]:
+    """What torchrun would have started this rank with; its store listens on this host."""
+    return {
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store_port),
+    }
+
+
 class _Answer(NamedTuple):
     value: Any
     error: str | None = None

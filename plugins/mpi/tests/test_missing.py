@@ -11,21 +11,12 @@ from torsh_mpi.seats import Mpirun
 
 from torsh_trainer.comm import all_reduce, destroy_process_group, init_process_group
 from torsh_trainer.errors import ResourceError, TorshError
-from torsh_trainer.testing.ranks import RankPool
+from torsh_trainer.testing.ranks import RankPool, torchrun_variables
 
 
 def joining(world, port, folder, what, on_missing, away):
     """One process, as torchrun starts it, of which one lacks the MPI library or comes too late."""
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="test",
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        RANK=str(world.rank),
-        WORLD_SIZE=str(world.size),
-        LOCAL_RANK=str(world.rank),
-        LOCAL_WORLD_SIZE=str(world.size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(torchrun_variables(world, port))
     if world.rank == 1 and what == "lacks":
         os.environ["MPI4PY_LIBMPI"] = str(folder / "libmpi.so")
     if world.rank == 1 and what == "late":
