@@ -483,6 +483,16 @@ def test_the_next_save_sweeps_what_a_killed_one_left(children, tmp_path):
     assert sorted(path.name for path in there.iterdir()) == ["step-00000001", "step-00000003"]
 
 
+def test_a_run_that_saves_nothing_sweeps_too_what_a_killed_one_left(children, tmp_path):
+    there = tmp_path / "copy"
+    shutil.copytree(children[0] / "killed-1", there)
+    assert list(there.glob(".saving-*"))
+    saver = checkpointer(there)
+    saver.claim()
+    saver.close()
+    assert [path.name for path in there.iterdir() if path.name != ".lock"] == ["step-00000001"]
+
+
 def test_a_folder_that_may_not_be_written_is_a_resource_error(children):
     folder, told = children
     assert "cannot save the checkpoint forbidden/step-00000002: Permission denied" in told

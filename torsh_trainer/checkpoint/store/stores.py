@@ -78,9 +78,13 @@ class Store(abc.ABC):
         """
 
     def release(self) -> None:
-        """Gives the folder back."""
-        lock, self._lock = self._lock, NoLock()
-        lock.release()
+        """Gives the folder back, in order: a run that saved nothing has cleared nothing away."""
+        try:
+            if not isinstance(self._lock, NoLock):
+                self._tidy()
+        finally:
+            lock, self._lock = self._lock, NoLock()
+            lock.release()
 
     @abc.abstractmethod
     def begin(self, step: int) -> Room:
@@ -109,6 +113,15 @@ class Store(abc.ABC):
     @abc.abstractmethod
     def folder(self) -> Location:
         """Where checkpoints go."""
+
+    def _tidy(self) -> None:
+        if not self._swept:
+            self._sweep()
+            self._swept = True
+
+    @abc.abstractmethod
+    def _sweep(self) -> None:
+        """Removes what dead processes left half written or half deleted."""
 
     def next_sequence(self) -> int:
         """The number of the next save."""
@@ -164,9 +177,7 @@ class LocalStore(Store):
 
     def begin(self, step: int) -> Room:
         self._folder.mkdir(parents=True, exist_ok=True)
-        if not self._swept:
-            self._sweep()
-            self._swept = True
+        self._tidy()
         writing = self._hidden(_SAVING, folder_name(step))
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
@@ -247,9 +258,7 @@ class RemoteStore(Store):
         self._lock = ObjectLock(self._folder, self.run, take_over=self._take_over)
 
     def begin(self, step: int) -> Room:
-        if not self._swept:
-            self._sweep()
-            self._swept = True
+        self._tidy()
         taken = set(self._folder.listing())
         name = next(name for name in self._names(step) if name not in taken)
         target = self._folder / name
