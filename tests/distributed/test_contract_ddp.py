@@ -26,10 +26,10 @@ class TestDDPOnAStaticGraph(StrategyContract):
     world_sizes = (2,)
 
 
-class TestDDPWithGradientsInBuckets(StrategyContract):
-    strategy = DDP(gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=0.0005)
+class TestDDPWithGradientsOfTheirOwn(StrategyContract):
+    strategy = DDP(gradient_as_bucket_view=False, broadcast_buffers=False, bucket_cap_mb=0.0005)
     world_sizes = (2,)
-    for_unused = DDP(gradient_as_bucket_view=True, find_unused_parameters=True)
+    for_unused = DDP(gradient_as_bucket_view=False, find_unused_parameters=True)
 
 
 class TestDDPThatSumsBackwardPasses(StrategyContract):

@@ -46,7 +46,8 @@ class DDP(Strategy):
     ``bucket_cap_mb`` is the size of a gradient bucket. ``overlap`` false communicates after the
     whole backward, in flat buckets, instead of during it. ``find_unused_parameters`` allows
     parameters without a gradient, and lists them. ``static_graph`` promises that every step uses
-    the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets.
+    the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets, which saves a copy
+    of each in every step.
     ``broadcast_buffers`` takes rank 0's buffers before every forward. ``backward_passes_per_step``
     sums that many backward passes instead of averaging them (it multiplies the gradient, as
     Horovod's option of that name does). ``zero1`` shards the optimizer state over processes
@@ -58,7 +59,7 @@ class DDP(Strategy):
     overlap: bool = True
     find_unused_parameters: bool = False
     static_graph: bool = False
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool = True
     broadcast_buffers: bool = True
     backward_passes_per_step: int = 1
     zero1: bool = False
