@@ -46,8 +46,7 @@ class DDP(Strategy):
     ``bucket_cap_mb`` is the size of a gradient bucket. ``overlap`` false communicates after the
     whole backward, in flat buckets, instead of during it. ``find_unused_parameters`` allows
     parameters without a gradient, and lists them. ``static_graph`` promises that every step uses
-    the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets, which saves a copy
-    of each in every step.
+    the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets: one copy less.
     ``broadcast_buffers`` takes rank 0's buffers before every forward. ``backward_passes_per_step``
     sums that many backward passes instead of averaging them (it multiplies the gradient, as
     Horovod's option of that name does). ``zero1`` shards the optimizer state over processes
