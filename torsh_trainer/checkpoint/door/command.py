@@ -220,6 +220,7 @@ def _import(options: argparse.Namespace) -> int:
         optimizers=tuple(filter(None, options.optimizers.split(","))),
         step=options.step,
         samples=options.samples,
+        format=options.format,
     )
     written, notes = importing.import_file(wanted)
     _tell(notes)
@@ -376,8 +377,10 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Makes a checkpoint of a .safetensors file, a file of torch.save, a Lightning .ckpt or a "
-        "Hugging Face folder. With the state of an optimizer in it, a run goes on from it."
+        "Makes a checkpoint of a .safetensors file, a file of torch.save (as a script on Horovod "
+        "writes it), a Lightning .ckpt, a Hugging Face folder, or what DeepSpeed saved (every "
+        "ZeRO stage, and the universal format). With the state of an optimizer in it, a run goes "
+        "on from it."
     )
     add = parser.add_argument
     add("file", type=_local, metavar="FILE", help="a file, or a folder of shards")
@@ -387,6 +390,13 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="DIR",
         help="a folder of checkpoints: the new one is DIR/step-XXXXXXXX",
+    )
+    add(
+        "--from",
+        dest="format",
+        default="auto",
+        metavar="FORMAT",
+        help="auto, torch, safetensors, lightning, hf, deepspeed or horovod (default: auto)",
     )
     add("--strip", default="", metavar="PREFIX", help="only names that begin so, without it")
     add(

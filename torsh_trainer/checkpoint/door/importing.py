@@ -1,4 +1,4 @@
-"""A checkpoint made of what another program left: safetensors, torch, lightning, hf.
+"""A checkpoint made of what another program left: see ``FORMATS``.
 
 Torch files are read with ``weights_only``: no code in them is run.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
+from torsh_trainer.checkpoint.door import zero
 from torsh_trainer.checkpoint.door.contents import state_of
 from torsh_trainer.checkpoint.plain import encode
 from torsh_trainer.checkpoint.store.places import Location
@@ -24,6 +25,9 @@ from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.lookup import shown
 from torsh_trainer.schedule.torch_scheduler import SETTINGS
 from torsh_trainer.weights import WRAPPERS, find_weights, open_weights, read_torch
+
+FORMATS = ("auto", "torch", "safetensors", "lightning", "hf", "deepspeed", "horovod")
+"""What ``--from`` takes; a script on Horovod saves as any script on torch does."""
 
 OPTIMIZER_KEYS = ("optimizer_states", "optimizer", "optimizer_state_dict", "optim", "optimizers")
 """Keys under which training scripts and Lightning keep the state of optimizers."""
@@ -35,14 +39,17 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _LIGHTNING = "pytorch-lightning_version"
 
 
+Kept = TypeVar("Kept", bound=Mapping[str, Any])
+
+
 @dataclass(frozen=True)
 class Import:
     """What to read, and where to put it.
 
     ``strip`` takes the names that begin so, without it. ``parameters`` is a file that names the
     parameters in the optimizer's order, one a line; ``optimizers`` are the optimizers' names.
-    ``step`` and ``samples`` (how many were consumed) win over what the file says. Nothing is ever
-    replaced.
+    ``step`` and ``samples`` (how many were consumed) win over what the file says. ``format`` is
+    one of ``FORMATS``, and the file has to be of it. Nothing is ever replaced.
     """
 
     file: Path
@@ -52,12 +59,15 @@ class Import:
     optimizers: tuple[str, ...] = ()
     step: int | None = None
     samples: int | None = None
+    format: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("step", "samples"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"--{name} {value} is below 0", fix="give 0 or more")
+        if self.format not in FORMATS:
+            raise ConfigError(f"--from {self.format} is unknown", fix=nearest(self.format, FORMATS))
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class _Read:
     optimizers: dict[str, dict[str, Any]]
     schedulers: list[Any]
     counts: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def import_file(wanted: Import) -> tuple[Location, list[str]]:
@@ -81,7 +92,8 @@ def import_file(wanted: Import) -> tuple[Location, list[str]]:
     """
     _check_folder(wanted)
     read = _read(wanted)
-    step = _step(wanted, read)
+    updates = _step(wanted, read)
+    step = _attempts(wanted, read, updates)
     target = wanted.output / folder_name(step)
     if target.exists():
         raise ConfigError(f"{target} exists", fix="name another folder, or another --step")
@@ -91,7 +103,12 @@ def import_file(wanted: Import) -> tuple[Location, list[str]]:
     state = state_of(
         read.weights,
         read.optimizers,
-        position={"step": step, "updates": step, "samples": samples or 0, "epoch": epoch},
+        position={
+            "step": step,
+            "updates": updates,
+            "samples": samples or 0,
+            "epoch": epoch,
+        },
         schedule=schedule,
     )
     facts = {"imported_from": str(wanted.file), "format": read.kind}
@@ -105,7 +122,7 @@ def import_file(wanted: Import) -> tuple[Location, list[str]]:
         raise ResourceError(error.sentence, fix=fix, **error.facts) from error
     finally:
         saver.release()
-    return path, [*_notes(wanted, read, path, step, samples), *notes]
+    return path, [*_notes(wanted, read, path, updates, samples), *read.notes, *notes]
 
 
 def _check_folder(wanted: Import) -> None:
@@ -142,6 +159,64 @@ def _notes(
 
 def _read(wanted: Import) -> _Read:
     file = wanted.file.expanduser()
+    folder = zero.folder_of(file)
+    read = _read_file(wanted, file) if folder is None else _read_deepspeed(wanted, folder)
+    wants = {"auto": read.kind, "horovod": "torch"}.get(wanted.format, wanted.format)
+    if read.kind.split()[0] != wants.split()[0]:
+        raise ConfigError(
+            f"--from {wanted.format}: {file} is not of that kind, but {read.kind}",
+            fix=f"leave --from out, or give --from {read.kind.split()[0]}",
+        )
+    return read
+
+
+def _read_deepspeed(wanted: Import, folder: Path) -> _Read:
+    saved = zero.read(folder)
+    weights = _stripped(saved.weights, wanted.strip, folder)
+    optimizers: dict[str, dict[str, Any]] = {}
+    if saved.optimizer is not None:
+        if wanted.parameters is not None:
+            raise ConfigError(
+                f"--parameters is about numbered parameters, and {folder} names them",
+                fix="leave --parameters out",
+            )
+        optimizers = {_NAMES[0]: _without_prefix(saved.optimizer, wanted.strip)}
+    elif saved.numbered is not None:
+        order = _Order(weights, wanted, total=_size(saved.numbered))
+        optimizers = {_NAMES[0]: order.named(saved.numbered)}
+        names = [name for group in optimizers[_NAMES[0]]["groups"] for name in group["params"]]
+        weights.update(zip(names, saved.masters, strict=bool(saved.masters)))
+    else:
+        _refuse_options(wanted, "a folder without an optimizer")
+    notes = []
+    if saved.loss_scale is not None:
+        notes.append(
+            f"the loss scale was {saved.loss_scale:g}, and begins anew: "
+            f"precision.loss_scaling.initial_scale={saved.loss_scale:g} goes on from it"
+        )
+    kind = f"deepspeed ({saved.kind})"
+    return _Read(kind, weights, _renamed(optimizers, wanted), [], saved.counts, tuple(notes))
+
+
+def _without_prefix(optimizer: Mapping[str, Any], strip: str) -> dict[str, Any]:
+    """The optimizer of those parameters whose names begin with ``strip``, without it."""
+    return {
+        "state": {
+            name.removeprefix(strip): slots
+            for name, slots in optimizer["state"].items()
+            if name.startswith(strip)
+        },
+        "groups": [
+            {
+                **group,
+                "params": [n.removeprefix(strip) for n in group["params"] if n.startswith(strip)],
+            }
+            for group in optimizer["groups"]
+        ],
+    }
+
+
+def _read_file(wanted: Import, file: Path) -> _Read:
     plain_weights = file.is_dir() or file.suffix in (".safetensors", ".json")
     if plain_weights or not file.is_file():
         kind = "hf" if file.is_dir() else "safetensors"
@@ -208,7 +283,7 @@ def _found_optimizers(content: Mapping[str, Any]) -> dict[str, Mapping[str, Any]
     return states
 
 
-def _renamed(states: dict[str, Mapping[str, Any]], wanted: Import) -> dict[str, Mapping[str, Any]]:
+def _renamed(states: dict[str, Kept], wanted: Import) -> dict[str, Kept]:
     if not wanted.optimizers:
         return states
     if len(wanted.optimizers) != len(states):
@@ -385,6 +460,11 @@ def _step(wanted: Import, read: _Read) -> int:
         if isinstance(slots.get("step"), Tensor)
     ]
     return max(steps, default=0)
+
+
+def _attempts(wanted: Import, read: _Read, updates: int) -> int:
+    """Steps, those included that overflowed and were skipped."""
+    return updates if wanted.step is not None else int(read.counts.get("steps", updates))
 
 
 def _count(value: Any) -> int | None:
