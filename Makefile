@@ -4,11 +4,11 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Processes of the parallel part of the tests.
 JOBS ?= 2
-PLUGINS := plugins/mpi
+PLUGINS := plugins/deepspeed plugins/horovod plugins/mpi
 COMMA := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs docs-serve bench wheel clean
+.PHONY: help demo test lint docs docs-serve guarantees bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 
 docs: $(VENV)/.installed-dev  ## build docs/ into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
+guarantees: $(VENV)/.installed-dev  ## write docs/guarantees.md from the tests
+	$(PY) -m torsh_trainer.testing.guarantees
 
 docs-serve: $(VENV)/.installed-dev  ## show the docs while you write them
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
@@ -64,8 +67,10 @@ $(VENV)/.installed-recipes: pyproject.toml constraints.txt | $(PY)
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)
 	$(call install,dev,$(PLUGINS))
+	$(PY) -m torsh_trainer_horovod.build
 	@touch $(VENV)/.installed-recipes $@
 
 $(VENV)/.installed-bench: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)
 	$(call install,bench$(COMMA)recipes,$(PLUGINS))
+	$(PY) -m torsh_trainer_horovod.build
 	@touch $@

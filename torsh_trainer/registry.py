@@ -32,6 +32,8 @@ STRATEGIES = {
 DISTRIBUTIONS = {
     ("comm", "mpi"): "torsh-trainer-mpi",
     ("launcher", "mpi"): "torsh-trainer-mpi",
+    ("strategy", "horovod"): "torsh-trainer-horovod",
+    ("strategy", "deepspeed"): "torsh-trainer-deepspeed",
 }
 """Options that a plugin of ours brings: what to install where one is asked for and missing."""
 VERBS = {
@@ -39,6 +41,7 @@ VERBS = {
     "comm": "torsh_trainer.bench.command:main",
     "rerun": "torsh_trainer.__main__:rerun",
     "report": "torsh_trainer.report:main",
+    "verify": "torsh_trainer.__main__:verify",
 }
 
 

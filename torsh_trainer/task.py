@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError
@@ -148,7 +148,16 @@ def batch_size_of(batch: Any) -> int:
     )
 
 
+def whole_shape(parameter: Tensor) -> Size:
+    """The shape of a parameter that an engine may have taken apart: it notes the whole one then.
+
+    An engine that leaves a parameter empty between its uses sets ``parameter.whole_shape``.
+    """
+    shape: Size = getattr(parameter, "whole_shape", parameter.shape)
+    return shape
+
+
 def parameter_count(model: nn.Module) -> tuple[int, int]:
     """Parameters in all and those that train."""
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
+    sizes = [(whole_shape(p).numel(), p.requires_grad) for p in model.parameters()]
     return sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)

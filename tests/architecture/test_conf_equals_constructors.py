@@ -17,8 +17,12 @@ from torsh_trainer.lookup import imported
 from torsh_trainer.optimizers import RESERVED, OptimizerSpec
 from torsh_trainer.trainer import Trainer
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
-FILES = sorted(path for path in CONF.rglob("*.yaml") if path.parent != CONF)
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONF = REPOSITORY / "conf"
+PLUGINS = sorted(REPOSITORY.glob("plugins/*/*/conf"))
+FILES = sorted(
+    path for conf in (CONF, *PLUGINS) for path in conf.rglob("*.yaml") if path.parent != CONF
+)
 MISSING = "???"
 INJECTED = {"model", "data", "optimizer"}
 """What a task is given from the groups of these names."""
@@ -29,7 +33,7 @@ ON_PURPOSE = {
 
 
 def name_of(path: Path) -> str:
-    return path.relative_to(CONF).with_suffix("").as_posix()
+    return path.relative_to(path.parents[1]).with_suffix("").as_posix()
 
 
 def content_of(path: Path) -> dict[str, Any]:

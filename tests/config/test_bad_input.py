@@ -13,7 +13,7 @@ BAD = [
     ([QUICK, "strategy=dpp"], ["unknown strategy 'dpp'", "'ddp'"]),
     (
         [QUICK, "strategy=zzzz"],
-        ["unknown strategy", "auto, ddp, dp, fsdp, gloo, mpi, nccl, single"],
+        ["unknown strategy", "auto, ddp, deepspeed, dp, fsdp, gloo, horovod, mpi, nccl, single"],
     ),
     ([QUICK, "stratgy=ddp"], ["there is no group or setting 'stratgy'", "'strategy'"]),
     ([QUICK, "+stratgy=ddp"], ["there is no group or setting 'stratgy'", "'strategy'"]),

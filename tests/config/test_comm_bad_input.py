@@ -34,6 +34,8 @@ WITHOUT = {
     "+recipe=digits launcher=inline strategy=ddp comm.backend=mpi": (1, "rank 0 cannot use mpi"),
     "+recipe=digits launcher=mpi": (2, "unknown launcher 'mpi'"),
     "+recipe=named.yaml": (2, "unknown launcher 'mpi'"),
+    "+recipe=digits strategy=deepspeed": (2, "unknown strategy 'deepspeed'"),
+    "+recipe=digits strategy=horovod": (2, "unknown strategy 'horovod'"),
 }
 
 
@@ -43,7 +45,7 @@ def without_plugins(
 ) -> dict[str, tuple[int, str]]:
     """What the door answers where only the core is installed: line -> exit code and words.
 
-    All that is installed here is there as well, as links, but for the plugin: -S has Python look
+    All that is installed here is there as well, as links, but for plugins: -S has Python look
     nowhere else. One process answers all lines, for what it imports takes longer than they do.
     """
     home, installed = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("site-packages")
@@ -51,7 +53,7 @@ def without_plugins(
     for place in [Path(place) for place in sys.path if place.endswith("-packages")]:
         for entry in place.iterdir():
             link = installed / entry.name
-            if not entry.name.startswith(("torsh_mpi", "torsh_trainer_mpi")) and not link.exists():
+            if not entry.name.startswith(("torsh_mpi", "torsh_trainer_")) and not link.exists():
                 link.symlink_to(entry)
     done = subprocess.run(
         [sys.executable, "-S", "-c", DOOR, *WITHOUT],
@@ -67,11 +69,12 @@ def without_plugins(
 
 
 @pytest.mark.parametrize("line", WITHOUT)
-def test_without_the_plugin_for_mpi_the_error_says_what_to_install(without_plugins, line):
+def test_without_its_plugin_the_error_says_what_to_install(without_plugins, line):
     code, words = without_plugins[line]
     assert code == WITHOUT[line][0]
     assert WITHOUT[line][1] in words
-    assert "; pip install torsh-trainer-mpi" in words
+    plugin = next((name for name in ("deepspeed", "horovod") if name in line), "mpi")
+    assert f"; pip install torsh-trainer-{plugin}" in words
     assert len(words.splitlines()) == 1
 
 

@@ -251,6 +251,10 @@ class Strategy(abc.ABC):
     name: ClassVar[str]
     gradient_scale: ClassVar[float] = 1.0
 
+    def gradient_scale_on(self, world: World) -> float:
+        """By how much the gradient is larger than the mean; a sum over ranks depends on them."""
+        return self.gradient_scale
+
     def needs_process_group(self, world: World) -> bool:
         """False where one process does without a torch.distributed group (single, dp)."""
         return True

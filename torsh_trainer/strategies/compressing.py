@@ -20,7 +20,7 @@ from torsh_trainer.checkpoint.base import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import Compressing, NoCompression
 from torsh_trainer.comm.compression.reducer import GradientReducer, share_of
-from torsh_trainer.comm.compression.wire import Traffic
+from torsh_trainer.comm.compression.wire import Traffic, Wire
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Job, Strategy
@@ -56,9 +56,13 @@ def compressing(strategy: Strategy, job: Job, comm: Communicator) -> Compressing
 
 
 def reducer_for(
-    knobs: Compressing | None, model: nn.Module, job: Job, comm: Communicator
+    knobs: Compressing | None,
+    model: nn.Module,
+    job: Job,
+    comm: Communicator,
+    wire: Wire | None = None,
 ) -> GradientReducer | None:
-    """What averages the gradients of ``model``; None for no compression.
+    """What averages the gradients of ``model``, over ``wire``; None for no compression.
 
     Raises:
         ConfigError: see ``GradientReducer``.
@@ -68,7 +72,7 @@ def reducer_for(
         return None
     modules.refuse_sparse(model, f"compression={knobs.name}", use="set compression=none")
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    return GradientReducer(knobs, trainable, comm, seed=job.seed)
+    return GradientReducer(knobs, trainable, comm, seed=job.seed, wire=wire)
 
 
 def compressed(

@@ -47,7 +47,8 @@ class NativeEngine(Engine):
     ``module`` is what ``task.forward`` calls while training (a wrapper around ``model``),
     ``eval_module`` what it calls in evaluation. ``averaging_ranks`` is by how many ranks the
     wrapper divides the summed gradient, so that the loss can be scaled to undo it. ``compression``
-    is told of every backward and step, and its state goes into a checkpoint.
+    is told of every backward and step, and its state goes into a checkpoint. ``optimizers`` are the
+    job's where they had to be built before the wrapper.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class NativeEngine(Engine):
         gradient_scale: float = 1.0,
         wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
         compression: Compressed | None = None,
+        optimizers: Mapping[str, Optimizer] | None = None,
     ) -> None:
         self.model = model
         self.module = module
@@ -71,7 +73,7 @@ class NativeEngine(Engine):
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._sparse = bool(modules.sparse_embeddings(model))
-        built = job.build_optimizers(model.named_parameters())
+        built = optimizers or job.build_optimizers(model.named_parameters())
         self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
         self._compression = compression
         self._device = comm.device
@@ -117,8 +119,7 @@ class NativeEngine(Engine):
         if self._scaler is not None:
             factor *= self._scaler.scale
         try:
-            # The factor enters as the gradient of the loss: a product would cost two operations.
-            _run_backward(loss, self._gradient(factor, loss))
+            self._backpropagate(loss, factor)
         except (RuntimeError, AttributeError, TypeError) as error:
             raise _why_no_backward(loss) or error from error
         return loss.detach(), weight
@@ -297,6 +298,11 @@ class NativeEngine(Engine):
         self.zero_grad()
 
     # -- what a subclass says otherwise ---------------------------------------------------------
+
+    def _backpropagate(self, loss: Tensor, factor: float) -> None:
+        """Adds ``factor`` times the gradient of ``loss`` to the gradients."""
+        # The factor enters as the gradient of the loss: a product would cost two operations.
+        _run_backward(loss, self._gradient(factor, loss))
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward within adds to local gradients and communicates nothing."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.task import parameter_count, whole_shape
 
 
 class MLP(nn.Module):
@@ -198,7 +199,8 @@ class GPT(nn.Module):
         half of it is masked, and recomputation under activation checkpointing is not, as in the
         paper, so that figures compare.
         """
-        multiplied = sum(p.numel() for p in self.parameters()) - self.positions.weight.numel()
+        added = whole_shape(self.positions.weight).numel()
+        multiplied = parameter_count(self)[0] - added
         return 6.0 * multiplied + 12.0 * len(self.blocks) * self.width * tokens
 
     def _initialise(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, MicroBatch, Strategy
@@ -55,6 +58,21 @@ def resume(comm: Communicator, strategy: Strategy, scenario: Scenario) -> tuple[
     second.engine.load_state_dict(fill(second.engine.state_template(), saved))
     resumed = second.finish(_after(second, last, Outcome()))
     return went_on, resumed
+
+
+def go_on(
+    comm: Communicator, strategy: Strategy, scenario: Scenario, path: Path, first: int
+) -> Outcome:
+    """Takes a checkpoint's model and optimizer, then all steps from number ``first`` on."""
+    driver = Driver(comm, strategy, scenario)
+    checkpointer = DcpCheckpointer(path.parent, comm, CheckpointOptions())
+    state = {"engine": driver.engine.state_template()}
+    driver.engine.load_state_dict(checkpointer.load(state, path=path)["engine"])
+    checkpointer.close()
+    outcome = Outcome()
+    for number in range(first, scenario.data.steps):
+        driver.step(number, outcome)
+    return driver.finish(outcome)
 
 
 def _after(driver: Driver, number: int, outcome: Outcome) -> Outcome:

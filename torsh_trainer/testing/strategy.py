@@ -361,7 +361,7 @@ class StrategyContract:
         return reference.train(
             self._cut(scenario),
             self._dp(strategy, world_size),
-            gradient_scale=strategy.gradient_scale,
+            gradient_scale=strategy.gradient_scale_on(world_of(0, world_size)),
             device=self.device,
         )
 

@@ -79,7 +79,7 @@ class GradientReducer:
     ``parameters`` (name -> tensor, those that train, on their device) are all that it will ever be
     handed. Buckets may be cut anyhow and change from step to step: every parameter is compressed on
     its own, so that the result does not depend on it. Ranks hand in the same buckets in the same
-    order. Call ``advance`` after each optimizer step.
+    order. Call ``advance`` after each optimizer step. ``wire`` is other collectives than torch's.
 
     Raises:
         ConfigError: a pattern of ``exclude`` matches nothing; there is one process.
@@ -93,6 +93,7 @@ class GradientReducer:
         comm: Communicator,
         *,
         seed: int = 0,
+        wire: Wire | None = None,
     ) -> None:
         if comm.process_group is None or comm.world.size == 1:
             raise ConfigError(
@@ -100,7 +101,7 @@ class GradientReducer:
                 fix="start more with launcher.num_processes, or set compression=none",
             )
         self.knobs = knobs
-        self.wire = Wire(comm)
+        self.wire = wire or Wire(comm)
         self._draw = Draw(seed)
         self._method = knobs.method(self.wire, self._draw)
         self._shapes = {name: tensor.shape for name, tensor in parameters.items()}

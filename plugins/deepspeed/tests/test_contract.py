@@ -1,0 +1,54 @@
+"""Every stage keeps the contract of strategies: the result of plain PyTorch."""
+
+from dataclasses import replace
+
+from torsh_trainer_deepspeed import DeepSpeed
+
+from torsh_trainer.testing import StrategyContract
+from torsh_trainer.testing.compare import U16, UB16, Tolerance
+
+SMALL = DeepSpeed(reduce_bucket_size=200, allgather_bucket_size=200)
+REFUSED = {
+    "several_optimizers": "an engine of DeepSpeed has one",
+    "unused_parameters": "DeepSpeed updates a parameter without a gradient as if it were zero",
+}
+SHARDED = {
+    **REFUSED,
+    "clip_value": "gradients lie in flat partitions, where DeepSpeed clips by norm",
+}
+
+
+# At stage 3 DeepSpeed computes a linear layer in two steps: the product is rounded to the low
+# precision before the bias is added. So an activation differs by one rounding more, from the first
+# loss on, and by as much again in the gradients: twice the bounds of the others.
+ROUNDED_TWICE = {
+    "bf16-mixed": Tolerance(first=UB16, relative=4 * UB16, parameters=4 * UB16),
+    "bf16-true": Tolerance(first=UB16, relative=4 * UB16, parameters=4 * UB16),
+    "fp16-mixed": Tolerance(first=U16, relative=4 * U16, parameters=8 * U16),
+}
+
+WITHOUT_EMA = {**SHARDED, "ema": "no rank has whole parameters to average"}
+
+
+class TestStage0(StrategyContract):
+    strategy = replace(SMALL, stage=0)
+    world_sizes = (2,)
+    refuses = REFUSED
+
+
+class TestStage1(StrategyContract):
+    strategy = replace(SMALL, stage=1)
+    world_sizes = (2,)
+    refuses = SHARDED
+
+
+class TestStage2(StrategyContract):
+    strategy = replace(SMALL, stage=2)
+    world_sizes = (2,)
+    refuses = SHARDED
+
+
+class TestStage3(StrategyContract):
+    strategy = replace(SMALL, stage=3)
+    tolerances = ROUNDED_TWICE
+    refuses = WITHOUT_EMA

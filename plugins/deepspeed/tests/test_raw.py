@@ -1,0 +1,253 @@
+"""The engine beside a script that calls deepspeed.initialize by itself: the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torsh_trainer_deepspeed import DeepSpeed, library
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.strategies.base import Strategy
+from torsh_trainer.testing.cases import Driver
+from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.tiny import PADDING, TinyData, TinyTask
+
+STEPS = 4
+
+# The file of the guides that DeepSpeed users come from: stage 3, offloaded, no micro-batch size.
+GUIDE = """{
+  "zero_optimization": {
+    "stage": 3,
+    "allgather_bucket_size": 200000000,
+    "reduce_bucket_size": 200000000,
+    "overlap_comm": true,
+    "contiguous_gradients": true,
+    "stage3_max_live_parameters": 1000000000,
+    "stage3_max_reuse_distance": 1000,
+    "stage3_prefetch_bucket_size": 500000000,
+    "offload_optimizer": {
+      "device": "cpu"
+    },
+    "offload_param": {
+      "device": "cpu"
+    }
+  },
+  "gradient_clipping": 1.0,
+  "gradient_accumulation_steps": 4,
+  "fp16": {
+    "enabled": true,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1
+  }
+}
+"""
+
+
+class Curve(NamedTuple):
+    losses: list[list[float]]  # by step and micro-batch, of one rank
+    norms: list[float]
+
+
+class RoundTask(TinyTask):
+    """Starts from values that fp16 and bf16 hold exactly: DeepSpeed's masters are rounded ones."""
+
+    def build_model(self) -> Any:
+        model = super().build_model()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_((parameter * 64).round() / 64)
+        return model
+
+
+@contextlib.contextmanager
+def fp16_allowed() -> Iterator[None]:
+    """For tests alone: DeepSpeed refuses fp16 on a CPU, where torch computes in it."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    kind = type(accelerator)
+    before = kind.is_fp16_supported
+    kind.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        kind.is_fp16_supported = before
+
+
+def raw(comm: Communicator, config: dict[str, Any], scenario: Scenario, factor: float) -> Curve:
+    """What a user's own script does; ``factor`` on the loss is the negative control."""
+    deepspeed = library.load(comm)
+    task = RoundTask(scenario.model, scenario.optimizer)
+    model = task.build_model()
+    (optimizer,) = task.build_optimizers(model.named_parameters()).values()
+    if "offload_optimizer" in config["zero_optimization"] and scenario.optimizer == "adamw":
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        keys = ("params", "lr", "betas", "eps", "weight_decay")
+        optimizer = DeepSpeedCPUAdam([{k: g[k] for k in keys} for g in optimizer.param_groups])
+    linear = F.linear
+    with fp16_allowed():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        curve = Curve([], [])
+        for number in range(scenario.data.steps):
+            losses = []
+            for micro in scenario.data.step(number, comm.world.size)[comm.world.rank]:
+                logits = engine(micro.batch["tokens"]).float().flatten(0, 1)
+                targets = micro.batch["targets"].flatten()
+                loss = F.cross_entropy(logits, targets, ignore_index=PADDING)
+                engine.backward(loss * factor)
+                engine.step()
+                losses.append(float(loss.detach()))
+            curve.losses.append(losses)
+            norm = engine.get_global_grad_norm() or 0.0
+            curve.norms.append(float(torch.as_tensor(norm).float()))
+        engine.destroy()
+    nn.functional.linear = linear
+    return curve
+
+
+def ours(comm: Communicator, strategy: Strategy, scenario: Scenario) -> Curve:
+    """The same samples under the engine, driven as the loop does."""
+    library.load(comm)
+    with fp16_allowed():
+        task = RoundTask(scenario.model, scenario.optimizer)
+        driver = Driver(comm, strategy, scenario, task=task)
+        outcome, mine = Outcome(), driver.mesh.dp_rank
+        for number in range(scenario.data.steps):
+            driver.step(number, outcome)
+        driver.engine.close()
+    return Curve([[float(x or 0) for x in step[mine]] for step in outcome.losses], outcome.norms)
+
+
+def config_of(stage: int, precision: str, **more: Any) -> dict[str, Any]:
+    config = {
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 200,
+            "allgather_bucket_size": 200,
+            **more,
+        },
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"]["initial_scale_power"] = 8
+    return config
+
+
+def both(
+    config: dict[str, Any], file: Path, scenario: Scenario, factor: float = 1.0
+) -> tuple[list[Curve], list[Curve]]:
+    file.write_text(json.dumps(config))
+    pool = shared(2)
+    theirs = pool.run(raw, copy.deepcopy(config), scenario, factor)
+    return pool.run(ours, DeepSpeed(config=str(file)), scenario), theirs
+
+
+SCENARIO = Scenario(data=TinyData(steps=STEPS, accumulate=2))
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        *[(stage, "fp32") for stage in range(4)],
+        *[(stage, "bf16") for stage in (1, 2, 3)],
+        *[(stage, "fp16") for stage in (1, 2, 3)],
+    ],
+)
+def test_every_loss_and_norm_is_that_of_a_script_of_ones_own(stage, precision, tmp_path):
+    ours, theirs = both(config_of(stage, precision), tmp_path / "ds.json", SCENARIO)
+    for mine, plain in zip(ours, theirs, strict=True):
+        assert mine.losses == plain.losses
+        if stage:  # DeepSpeed itself does not report a norm at stage 0 in fp32
+            assert mine.norms == plain.norms
+
+
+def test_a_division_that_nobody_asked_for_would_be_seen(tmp_path):
+    ours, theirs = both(config_of(2, "fp32"), tmp_path / "ds.json", SCENARIO, factor=0.5)
+    assert ours[0].losses[0] == theirs[0].losses[0]
+    assert ours[0].losses[1] != theirs[0].losses[1]
+    assert ours[0].norms[0] == pytest.approx(2 * theirs[0].norms[0])
+
+
+def test_the_file_of_the_guides_trains_as_deepspeed_does_with_a_micro_batch_size(tmp_path):
+    """Its batch sizes come from the recipe; the seventeen bits of scale are too many at first."""
+    file = tmp_path / "ds_config.json"
+    file.write_text(GUIDE)
+    scenario = Scenario(optimizer="adamw", data=TinyData(steps=6, accumulate=4))
+    pool = shared(2)
+    config = {**json.loads(GUIDE), "train_micro_batch_size_per_gpu": 3}
+    theirs = pool.run(raw, config, scenario, 1.0)
+    mine = pool.run(ours, DeepSpeed(config=str(file)), scenario)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.losses == other.losses
+        assert one.losses[0] != one.losses[-1]
+
+
+class AdafactorTask(TinyTask):
+    """An optimizer that looks at rows and columns."""
+
+    def build_optimizers(self, named_parameters: Any) -> Any:
+        return {"main": torch.optim.Adafactor([p for _, p in named_parameters])}
+
+
+def refused(
+    comm: Communicator, strategy: Strategy, scenario: Scenario, task: TinyTask | None = None
+) -> str:
+    try:
+        Driver(comm, strategy, scenario, task=task)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+REFUSED = {
+    "elasticity": ({"elasticity": {"enabled": True}}, "Elastic training has been removed"),
+    "stage3_prefetch": ({"zero_optimization": {"stage3_prefetch": 1}}, "Extra inputs"),
+    "stage": ({"zero_optimization": {"stage": 7}}, "Input should be"),
+}
+
+
+def test_what_deepspeed_refuses_is_told_with_its_words_file_line_and_key(tmp_path):
+    file = tmp_path / "ds_config.json"
+    file.write_text(GUIDE)
+    scenario = Scenario(optimizer="adamw", data=TinyData(accumulate=4))
+    for words in shared(2).run(refused, DeepSpeed(config=str(file)), scenario):
+        assert "fp16 is not supported on your device" in words
+        assert f"{file}, line 20: fp16" in words
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_so_is_a_key_that_it_has_removed_or_does_not_know(key, tmp_path):
+    content, said = REFUSED[key]
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(content, indent=1))
+    for words in shared(2).run(refused, DeepSpeed(config=str(file)), Scenario()):
+        assert words.startswith(f"DeepSpeed refuses the configuration: {file}, line ")
+        assert f"{key}: " in words
+        assert said in words
+
+
+def test_an_optimizer_that_looks_at_more_than_single_elements_is_refused_where_zero_cuts():
+    pool = shared(2)
+    for words in pool.run(refused, DeepSpeed(stage=1), Scenario(), AdafactorTask()):
+        assert "cannot honour the optimizer Adafactor from stage 1 on" in words
+    assert pool.run(refused, DeepSpeed(stage=0), Scenario(), AdafactorTask()) == ["", ""]

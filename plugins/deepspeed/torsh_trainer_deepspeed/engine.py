@@ -1,0 +1,340 @@
+"""An engine over deepspeed.initialize: its gradients and steps, our meaning of both."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.errors import Unsupported
+from torsh_trainer.strategies import modules
+from torsh_trainer.strategies.base import Clip, Job, LossReport, MicroBatch, StepOutcome
+from torsh_trainer.strategies.native import NativeEngine
+from torsh_trainer.strategies.state import load_optimizers
+from torsh_trainer.task import Task
+from torsh_trainer_deepspeed.shards import (
+    Piece,
+    Shards,
+    held,
+    partitioned_pieces,
+    replicated_pieces,
+)
+
+
+class DeepSpeedEngine(NativeEngine):
+    """Stage 0: DeepSpeed holds whole parameters in fp32 and averages their gradients.
+
+    DeepSpeed divides a gradient by the number of ranks, which ``averaging_ranks`` undoes, and by
+    the number of accumulated micro-batches, which it is told not to do.
+    """
+
+    def __init__(
+        self,
+        wrapped: Any,
+        job: Job,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        max_norm: float | None,
+        autocast: bool,
+    ) -> None:
+        super().__init__(
+            job,
+            comm,
+            model=model,
+            module=wrapped,
+            eval_module=wrapped,
+            averaging_ranks=comm.world.size,
+            optimizers=optimizers,
+        )
+        self._wrapped = wrapped
+        self._max_norm = max_norm
+        if not autocast:
+            self._autocast = None
+        self._used: set[str] = set()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_noting(self._used, name))
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        ]
+        wrapped.set_gradient_accumulation_boundary(True)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> LossReport:
+        self._used.clear()
+        report = super().forward_backward(micro_batches, total_weight, task)
+        if len(self._used) < len(self._hooks):
+            self._refuse_unused()
+        return report
+
+    def _refuse_unused(self) -> None:
+        trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        unused = [name for name in trained if name not in self._used]
+        raise Unsupported(
+            f"{len(unused)} parameters got no gradient, {unused[0]!r} among them, and DeepSpeed "
+            "would update them as if theirs were zero",
+            fix="freeze them (trainer.frozen), or use strategy=ddp "
+            "strategy.find_unused_parameters=true",
+            strategy="deepspeed",
+            unused=unused,
+        )
+
+    def _backpropagate(self, loss: Tensor, factor: float) -> None:
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            raise TypeError("no scalar with a gradient")
+        self._wrapped.backward(loss * factor, scale_wrt_gas=False)
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        self._wrapped.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._wrapped.set_gradient_accumulation_boundary(True)
+
+    def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
+        outcome = self._unscale_and_clip(
+            self._parameters, self._bounded(clip), measure_norm=measure_norm
+        )
+        if outcome.skipped:
+            self.zero_grad()
+        else:
+            self._wrapped.step()
+            if self._ema is not None:
+                self._ema.update()
+        self._stepped(outcome)
+        return outcome
+
+    def _bounded(self, clip: Clip) -> Clip:
+        """``clip``, or the bound that a file of DeepSpeed's sets where the run sets none."""
+        return clip if clip.norm is not None else Clip(self._max_norm, clip.value)
+
+    # -- manual optimization --------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        with contextlib.nullcontext() if sync else self._without_sync():
+            self._backpropagate(loss, self._loss_scale)
+
+    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+        assert name in self.optimizers
+        return self.step(clip)
+
+    # -- what differs ---------------------------------------------------------------------------
+
+    def _share_buffers(self) -> None:
+        modules.share(self.model.buffers(), self.comm)
+
+    def close(self) -> None:
+        self.zero_grad()
+        for hook in self._hooks:
+            hook.remove()
+        self._wrapped.destroy()
+
+
+class ZeroEngine(DeepSpeedEngine):
+    """Stages 1 to 3: every rank holds, and updates, its part of the fp32 master weights.
+
+    What ``optimizers`` names are the task's own, over the model's parameters: their groups are
+    where learning rates are set and what a checkpoint knows settings by. ``inner`` steps the
+    partitions; it has groups of its own, which take over those settings before each step.
+    ``masters`` are the fp32 values by parameter, where DeepSpeed has rounded the model's.
+    ``linear`` is torch's function of that name, which stage 3 replaces in the whole process.
+    """
+
+    def __init__(
+        self,
+        wrapped: Any,
+        job: Job,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        max_norm: float | None,
+        autocast: bool,
+        masters: Mapping[str, Tensor],
+        linear: Callable[..., Tensor],
+    ) -> None:
+        super().__init__(
+            wrapped,
+            job,
+            comm,
+            model=model,
+            optimizers=optimizers,
+            max_norm=max_norm,
+            autocast=autocast,
+        )
+        self._linear = linear
+        self._zero = wrapped.optimizer
+        self._inner: Optimizer = self._zero.optimizer
+        self._partitioned = hasattr(self._zero, "fp16_groups")
+        self._frozen = self._frozen_values(masters)
+        if self._partitioned:
+            _note_whole_shapes(model)
+        cut = partitioned_pieces if self._partitioned else replicated_pieces
+        pieces = cut(self._zero, comm.world.rank)
+        self._shards = Shards(
+            model, self._inner, pieces, self._flats(), fixed=self._fixed, push=self._push
+        )
+        self._restore(masters, pieces)
+        if self._scaler is not None:
+            self._zero.override_loss_scale(self._scaler.scale)
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _backpropagate(self, loss: Tensor, factor: float) -> None:
+        # DeepSpeed multiplies by the scale itself, and divides the gradients by it in its step.
+        super()._backpropagate(loss, factor / self._loss_scale)
+
+    def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
+        if clip.value is not None:
+            raise _no_value_clipping()
+        (optimizer,) = self.optimizers.values()
+        for ours, group in zip(optimizer.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in ours.items() if key in group.keys() - _OWN})
+        self._zero.clip_grad = self._bounded(clip).norm or 0.0
+        self._wrapped.step()
+        norm = torch.as_tensor(self._zero._global_grad_norm, device=self._device).float()
+        outcome = StepOutcome(norm, skipped=bool(self._zero.overflow))
+        if not outcome.skipped and self._ema is not None:
+            self._ema.update()
+        self._stepped(outcome)
+        if self._scaler is not None:
+            self._zero.override_loss_scale(self._scaler.scale)
+        return outcome
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state["model"] = self._shards.model()
+        (name,) = self.optimizers
+        state["optimizer"] = {name: {**state["optimizer"][name], "state": self._shards.optimizer()}}
+        return state
+
+    def state_template(self) -> dict[str, Any]:
+        self._shards.materialise()
+        return self.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        settings = {
+            name: {"state": {}, "groups": saved["groups"]}
+            for name, saved in state["optimizer"].items()
+        }
+        load_optimizers(self.optimizers, settings, self._names)
+        (name,) = self.optimizers
+        self._shards.load(state["model"], state["optimizer"][name]["state"])
+        if self._scaler is not None and "loss_scale" in state:
+            self._scaler.load_state_dict(state["loss_scale"])
+            self._zero.override_loss_scale(self._scaler.scale)
+        if self._ema is not None and "ema" in state:
+            self._ema.load_state_dict(state["ema"])
+
+    def close(self) -> None:
+        super().close()
+        functional.linear = self._linear
+
+    def _flats(self) -> list[list[Tensor]]:
+        """The partitions of each group of the inner optimizer."""
+        if not self._partitioned:
+            return [list(group["params"]) for group in self._inner.param_groups]
+        flats: list[list[Tensor]] = [[] for _ in self._inner.param_groups]
+        for index, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
+            flats[self._zero.sub_group_to_group_id[index]].append(flat)
+        return flats
+
+    @torch.no_grad()
+    def _frozen_values(self, masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+        """Those of frozen parameters before they were rounded: this rank's part under stage 3."""
+        kept = {}
+        for name, p in self.model.named_parameters():
+            if name in masters and not p.requires_grad:
+                whole = masters[name]
+                if self._partitioned:
+                    whole = whole.flatten().narrow(0, *held(p, self.comm.world.rank)).clone()
+                kept[id(p)] = whole
+        return kept
+
+    def _fixed(self, name: str, parameter: Any) -> Tensor | FlatShard:
+        kept = self._frozen.get(id(parameter))
+        if not self._partitioned:
+            return parameter.detach() if kept is None else kept
+        offset, numel = held(parameter, self.comm.world.rank)
+        if kept is None:
+            kept = parameter.ds_tensor.detach().narrow(0, 0, numel)
+        return FlatShard(name, tuple(parameter.ds_shape), offset, kept)
+
+    @torch.no_grad()
+    def _restore(self, masters: Mapping[str, Tensor], pieces: Mapping[int, Piece]) -> None:
+        """The master weights as they were before DeepSpeed rounded the model."""
+        for name, p in self.model.named_parameters():
+            if name in masters and id(p) in pieces:
+                piece = pieces[id(p)]
+                part = masters[name].flatten().narrow(0, piece.offset, piece.numel)
+                piece.within(piece.flat).copy_(part)
+
+    @torch.no_grad()
+    def _push(self) -> None:
+        """Master weights into the parameters that forward uses, on every rank."""
+        zero = self._zero
+        parameter: Any  # stage 3 adds to a torch parameter what it needs
+        for parameter in self.model.parameters():
+            kept = self._frozen.get(id(parameter))
+            if kept is not None and self._partitioned:
+                parameter.ds_tensor.narrow(0, 0, kept.numel()).copy_(kept)
+            elif kept is not None:
+                parameter.copy_(kept)
+        if not self._partitioned:
+            zero.update_lp_params()
+            return
+        # As DeepSpeed's own step ends.
+        zero._partition_all_parameters()
+        for index in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+_OWN = {"params", "param_names"}
+"""What a group of the inner optimizer does not take over."""
+
+
+def without_state(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same kind and settings, with groups and state of its own."""
+    other: Optimizer = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.param_groups = [dict(group) for group in optimizer.param_groups]
+    other.state = type(optimizer.state)(dict)
+    return other
+
+
+def _note_whole_shapes(model: nn.Module) -> None:
+    """For those who count parameters: between its uses, one of stage 3 has no elements."""
+    parameter: Any
+    for parameter in model.parameters():
+        parameter.whole_shape = parameter.ds_shape
+
+
+def _noting(used: set[str], name: str) -> Callable[[Tensor], None]:
+    def note(_: Tensor) -> None:
+        used.add(name)
+
+    return note
+
+
+def _no_value_clipping() -> Unsupported:
+    return Unsupported(
+        "strategy=deepspeed cannot honour trainer.max_grad_value from stage 1 on",
+        fix="use trainer.max_grad_norm, strategy.stage=0, or strategy=fsdp",
+        strategy="deepspeed",
+    )

@@ -1,0 +1,380 @@
+"""What DeepSpeed is told: the user's file and knobs, completed by the recipe, or an error."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.precision import LossScaling, Precision
+from torsh_trainer.strategies.base import Job
+from torsh_trainer_deepspeed.config import DeepSpeedConfig, Key
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Told:
+    """``values`` go to deepspeed.initialize; the rest of a file is ours to do.
+
+    ``half`` says that DeepSpeed holds the parameters in ``precision.compute`` itself. ``max_norm``
+    is the bound of a file, which the run does not set.
+    """
+
+    values: dict[str, Any]
+    stage: int
+    precision: Precision
+    half: bool
+    offloads: bool
+    max_norm: float | None
+
+
+def told(config: DeepSpeedConfig, job: Job, model: nn.Module, *, device: str) -> Told:
+    """The configuration for ``job``: what it leaves out or calls "auto" comes from the recipe.
+
+    Raises:
+        ConfigError: the file and the recipe say two things; both are shown.
+        Unsupported: the file asks for what would give another result, or cannot run here.
+    """
+    values = _normal(config.values)
+    config = replace(config, values=values)
+    _refuse(config, device)
+    _batch(config, values, job)
+    max_norm = _clipping(config, values, job)
+    precision, half = _precision(config, values, job)
+    _automatic(config, values, model)
+    zero = values["zero_optimization"]
+    _own_settings(values, precision, stage=config.stage, half=half)
+    left = replace(config, values=values).autos()
+    if left:
+        raise ConfigError(
+            f'{config.place(*left[0])} is "auto", which nothing here gives a value',
+            fix="write the value into the file",
+        )
+    offload = zero.get("offload_optimizer") or {}
+    return Told(
+        values,
+        config.stage,
+        precision,
+        half,
+        offloads=offload.get("device", "none") != "none",
+        max_norm=max_norm,
+    )
+
+
+def contradiction(
+    config: DeepSpeedConfig, key: Key, there: Any, knob: str, here: Any
+) -> ConfigError:
+    """The error for a file and a recipe that differ: both, and either way out."""
+    return ConfigError(
+        f"{config.place(*key)} is {_shown(there)}, and {knob}={_shown(here)}",
+        fix=f"set {knob}={_shown(there)}, or change the file, or take the key out of it",
+    )
+
+
+def _shown(value: Any) -> str:
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _normal(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Today's spelling of what DeepSpeed also knows by an older one."""
+    normal = copy.deepcopy(dict(values))
+    if "bfloat16" in normal:
+        normal.setdefault("bf16", normal.pop("bfloat16"))
+    zero = normal.get("zero_optimization", {})
+    if isinstance(zero, bool):
+        zero = {"stage": int(zero)}
+    if "stage" in zero and zero["stage"] != AUTO:
+        zero["stage"] = int(zero["stage"])
+    normal["zero_optimization"] = zero
+    return normal
+
+
+# -- what cannot be honoured ---------------------------------------------------------------------
+
+
+def _enabled(value: Any) -> bool:
+    return bool(value.get("enabled")) if isinstance(value, Mapping) else bool(value)
+
+
+_REFUSED: tuple[tuple[Key, Callable[[Any], bool], str], ...] = (
+    (
+        ("scheduler",),
+        bool,
+        "learning rates come from the recipe (schedule=...): take the block out",
+    ),
+    (("torch_autocast",), _enabled, "set precision=bf16_mixed or precision=fp16_mixed instead"),
+    (
+        ("gradient_allreduce_op",),
+        lambda v: v != "mean",
+        "a gradient is a mean here: scale the loss",
+    ),
+    (("managed_gradient_accumulation",), lambda v: v is False, "trainer.accumulate manages it"),
+    (("data_efficiency",), _enabled, "samples are chosen by data=...: take the block out"),
+    (("tensor_parallel",), bool, "use deepspeed itself for tensor parallelism"),
+    (("expert_parallel",), _enabled, "use deepspeed itself for expert parallelism"),
+    (("sequence_parallel_size",), lambda v: v != 1, "use deepspeed itself for it"),
+    (("data_parallel_size",), bool, "it is the number of processes: take it out"),
+    (("hybrid_engine",), _enabled, "it is for generation while training: take the block out"),
+    (("autotuning",), _enabled, "run DeepSpeed's own launcher with --autotuning"),
+    (("weight_quantization",), bool, "it is for inference: take the block out"),
+    (("compile", "deepcompile"), bool, "set trainer.compile=true with strategy.stage=2"),
+    (("bf16", "bf16_master_weights_and_grads"), bool, "a checkpoint holds fp32 masters"),
+    (("bf16", "bf16_optimizer_states"), bool, "a checkpoint holds fp32 optimizer state"),
+    (("fp16", "fp16_master_weights_and_grads"), bool, "a checkpoint holds fp32 masters"),
+    (("zero_optimization", "zenflow"), bool, "it changes the algorithm: take the block out"),
+    (("zero_optimization", "compute_grad_norm"), lambda v: v is False, "the norm is reported"),
+    (("zero_optimization", "offload_optimizer", "device"), lambda v: v == "nvme", 'take "cpu"'),
+    (("zero_optimization", "offload_param", "device"), lambda v: v == "nvme", 'take "cpu"'),
+    (("zero_optimization", "offload_optimizer", "super_offload"), bool, "leave it out"),
+    (
+        ("zero_optimization", "offload_optimizer", "ratio"),
+        lambda v: float(v) != 1.0,
+        "leave it out",
+    ),
+)
+"""Keys, the values that are refused, and what to do instead."""
+
+_QUANTISED = (
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+)
+
+
+def _refuse(config: DeepSpeedConfig, device: str) -> None:
+    for key, refused, use in _REFUSED:
+        value = config.get(*key)
+        if value not in (None, AUTO) and refused(value):
+            raise Unsupported(
+                f"strategy=deepspeed cannot honour {config.place(*key)}",
+                fix=use,
+                strategy="deepspeed",
+            )
+    for name in _QUANTISED:
+        if device == "cpu" and config.get("zero_optimization", name):
+            raise Unsupported(
+                f"{config.place('zero_optimization', name)} needs a GPU: DeepSpeed has no kernels "
+                "for quantised ZeRO++ on a CPU",
+                fix="leave it out, or run on GPUs",
+                strategy="deepspeed",
+            )
+
+
+# -- what the recipe says ------------------------------------------------------------------------
+
+
+def _batch(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> None:
+    plan = job.batch
+    sizes = {
+        "train_batch_size": ("data.batch_size", plan.batch_size),
+        "train_micro_batch_size_per_gpu": ("data.micro_batch_size", plan.micro_batch_size),
+        "gradient_accumulation_steps": ("trainer.accumulate", plan.accumulate),
+    }
+    said = {name: values[name] for name in sizes if values.get(name) not in (None, AUTO)}
+    for name, value in said.items():
+        if not isinstance(value, int | float) or value != int(value) or value < 1:
+            raise ConfigError(
+                f"{config.place(name)} is {value!r}, not a positive number",
+                fix='give a number, or "auto" to take the recipe\'s',
+            )
+    if len(said) == 3:
+        whole, micro, accumulate = (int(said[name]) for name in sizes)
+        if whole != micro * accumulate * plan.dp_size:
+            raise ConfigError(
+                f"{config.place('train_batch_size')} is {whole}, which is not "
+                f"train_micro_batch_size_per_gpu={micro} x gradient_accumulation_steps="
+                f"{accumulate} x {plan.dp_size} processes",
+                fix="take one of the three out: it follows from the others",
+            )
+    for name, (knob, here) in sizes.items():
+        if name in said and int(said[name]) != here:
+            raise contradiction(config, (name,), said[name], knob, here)
+        values[name] = here
+
+
+def _clipping(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> float | None:
+    there, here = values.get("gradient_clipping"), job.clip.norm
+    if there in (None, AUTO):
+        return None
+    bound = float(there) or None
+    if here is not None and here != bound:
+        raise contradiction(config, ("gradient_clipping",), there, "trainer.max_grad_norm", here)
+    return bound
+
+
+def _precision(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> tuple[Precision, bool]:
+    """The precision of the run, and whether DeepSpeed itself holds the parameters in it."""
+    recipe = job.precision
+    asked = {name: values.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
+    for name in asked:
+        if asked[name] == AUTO:
+            asked[name] = recipe.compute == name
+            values[name]["enabled"] = asked[name]
+    if asked["fp16"] and asked["bf16"]:
+        raise ConfigError(
+            f"{config.place('fp16', 'enabled')} and bf16.enabled exclude each other",
+            fix="keep one of them",
+        )
+    low = next((name for name, on in asked.items() if on), None)
+    if low is None:
+        off = [name for name in asked if name in values and recipe.params == name]
+        if off:
+            raise contradiction(
+                config, (off[0], "enabled"), False, "precision.params", recipe.params
+            )
+        return recipe, recipe.params == "bf16"
+    if recipe.compute not in ("fp32", low):
+        raise contradiction(config, (low, "enabled"), True, "precision.compute", recipe.compute)
+    if recipe.compute == "fp32":
+        log.warning("%s decides: parameters are computed in %s", config.place(low, "enabled"), low)
+    if low == "bf16":
+        return Precision(params="bf16", compute="bf16", reduce=recipe.reduce), True
+    scaling = _scaling(config, values["fp16"], recipe.loss_scaling)
+    return Precision(compute="fp16", reduce=recipe.reduce, loss_scaling=scaling), True
+
+
+def _scaling(config: DeepSpeedConfig, fp16: Mapping[str, Any], recipe: LossScaling) -> LossScaling:
+    """DeepSpeed's words for loss scaling, with its defaults, as ours."""
+
+    def said(name: str, default: float) -> float:
+        value = fp16.get(name, default)
+        return default if value == AUTO else float(value)
+
+    there = LossScaling(
+        scale=said("loss_scale", 0) or None,
+        initial_scale=2.0 ** said("initial_scale_power", 16),
+        growth_interval=int(said("loss_scale_window", 1000)),
+        hysteresis=int(said("hysteresis", 2)),
+        min_scale=said("min_loss_scale", 1),
+    )
+    if recipe not in (LossScaling(), there):
+        raise contradiction(config, ("fp16",), there, "precision.loss_scaling", recipe)
+    return there
+
+
+def _own_settings(values: dict[str, Any], precision: Precision, *, stage: int, half: bool) -> None:
+    """What is done here and so taken from DeepSpeed, or given it because the run says so."""
+    # Bounds are set before each step; at stage 0 they are ours.
+    values["gradient_clipping"] = 0.0
+    values.pop("optimizer", None)
+    values.setdefault("zero_allow_untested_optimizer", True)
+    values.setdefault("zero_force_ds_cpu_optimizer", False)
+    if stage == 0 or not half:
+        values.pop("fp16", None)
+        values.pop("bf16", None)
+    elif precision.compute == "bf16" and "bf16" in values:
+        values.pop("fp16", None)
+    elif precision.compute == "bf16":
+        values["bf16"] = {"enabled": True}
+        # Gradients add up in fp32, whatever their own dtype is.
+        values.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+        values.setdefault("communication_data_type", precision.reduce)
+    elif precision.compute == "fp16":
+        # The scale is ours: growth does not halve an update, and the floor stops nothing.
+        casts = {key: v for key, v in values["fp16"].items() if key == "auto_cast" and v != AUTO}
+        values["fp16"] = {**casts, "enabled": True, "loss_scale": 1.0}
+        values.pop("bf16", None)
+    if precision.reduce != "fp32":
+        values.setdefault("communication_data_type", precision.reduce)
+
+
+# -- "auto", as Hugging Face defines it ------------------------------------------------------------
+
+
+def _automatic(config: DeepSpeedConfig, values: dict[str, Any], model: nn.Module) -> None:
+    """Sizes by the model's width h: buckets of h * h, prefetch 0.9 h * h, persistence 10 h."""
+    zero = values["zero_optimization"]
+    rules: dict[str, Callable[[int], int]] = {
+        "reduce_bucket_size": lambda h: h * h,
+        "stage3_prefetch_bucket_size": lambda h: int(0.9 * h * h),
+        "stage3_param_persistence_threshold": lambda h: 10 * h,
+    }
+    wanted = [name for name in rules if zero.get(name) == AUTO]
+    if not wanted:
+        return
+    width = _hidden_size(model)
+    if width is None:
+        raise ConfigError(
+            f'{config.place("zero_optimization", wanted[0])} is "auto", which is computed from '
+            "model.config.hidden_size, and the model has none",
+            fix="write the value into the file",
+        )
+    for name in wanted:
+        zero[name] = rules[name](width)
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    described: Any = getattr(model, "config", None)
+    for source in (described, getattr(described, "text_config", None)):
+        size = getattr(source, "hidden_size", None)
+        sizes: Any = getattr(source, "hidden_sizes", None)
+        if size is None and sizes:
+            size = max(sizes)
+        if size is not None:
+            return int(size)
+    return None
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+def check_optimizer(config: DeepSpeedConfig, optimizer: Optimizer) -> None:
+    """Holds the file's optimizer against the recipe's, setting by setting.
+
+    Raises:
+        ConfigError: they differ; both are shown.
+    """
+    kind = config.get("optimizer", "type")
+    if kind is None:
+        return
+    params = dict(config.get("optimizer", "params", default={}))
+    here = type(optimizer).__name__
+    there = _kind(str(kind), params)
+    if there.lower() != here.lower():
+        raise ConfigError(
+            f"{config.place('optimizer', 'type')} is {kind}"
+            + (f", which is {there} to DeepSpeed" if there != kind else "")
+            + f", and the recipe's optimizer is {here}",
+            fix=f"set optimizer={there.lower()}, or take the block out of the file",
+        )
+    for name, value in params.items():
+        if name in _ABOUT_KERNELS or value == AUTO:
+            continue
+        if name not in optimizer.defaults:
+            raise ConfigError(
+                f"{config.place('optimizer', 'params', name)}: {here} has no such setting",
+                fix="take it out of the file"
+                + (": it is trainer.max_grad_norm" if name == "max_grad_norm" else ""),
+            )
+        ours = optimizer.defaults[name]
+        if _comparable(ours) != _comparable(value):
+            raise contradiction(
+                config, ("optimizer", "params", name), value, f"optimizer.{name}", ours
+            )
+
+
+_ABOUT_KERNELS = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states")
+
+
+def _kind(kind: str, params: Mapping[str, Any]) -> str:
+    """DeepSpeed's Adam is AdamW unless ``adam_w_mode`` is false."""
+    if kind.lower() == "adam" and params.get("adam_w_mode", True):
+        return "AdamW"
+    return {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}.get(kind.lower(), kind)
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(float(one) for one in value)
+    return float(value) if isinstance(value, int | float) else value

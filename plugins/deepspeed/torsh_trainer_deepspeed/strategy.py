@@ -1,0 +1,363 @@
+"""``strategy=deepspeed``: the knobs, and how they become an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.compression.base import NoCompression
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.strategies import modules
+from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
+from torsh_trainer.strategies.native import DTYPES
+from torsh_trainer.world import World
+from torsh_trainer_deepspeed import library
+from torsh_trainer_deepspeed.config import DeepSpeedConfig, leaves
+from torsh_trainer_deepspeed.engine import DeepSpeedEngine, ZeroEngine, without_state
+from torsh_trainer_deepspeed.recipe import Told, check_optimizer, contradiction, told
+
+log = logging.getLogger(__name__)
+
+ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+"""Optimizers that treat every element alike, so that ZeRO may cut a parameter anywhere. (Adagrad
+does too, but DeepSpeed makes a new one of it and loses its groups.)"""
+
+
+@dataclass(frozen=True)
+class DeepSpeed(Strategy):
+    """DeepSpeed's ZeRO.
+
+    ``stage`` says what is cut over processes: 0 nothing, 1 optimizer state, 2 gradients too, 3
+    parameters too. ``offload_optimizer`` and ``offload_param`` keep that part in host memory
+    (``cpu``; parameters at stage 3 alone). ``optimizer`` is what steps there: ``torch`` is the
+    recipe's own, ``cpu_adam`` is DeepSpeedCPUAdam, null takes that for Adam and AdamW when the
+    optimizer is offloaded. The other knobs are DeepSpeed's own, under its names.
+
+    ``config`` is a ds_config.json, taken as it is: a knob that is not at its default must agree
+    with it. ``unknown_keys`` says what happens to a top-level key that DeepSpeed would ignore in
+    silence. ``extra`` is passed through: keys of a ds_config.json that are no knobs.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    stage: int = 2
+    offload_optimizer: Literal["cpu"] | None = None
+    offload_param: Literal["cpu"] | None = None
+    optimizer: Literal["torch", "cpu_adam"] | None = None
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    round_robin_gradients: bool = False
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+    sub_group_size: int = 1_000_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    config: str | None = None
+    unknown_keys: Literal["error", "warn"] = "error"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                offers = ", ".join("null" if one is None else str(one) for one in known)
+                raise ConfigError(
+                    f"strategy.{name}={value} is not one of {offers}",
+                    fix="offloading to NVMe is not supported: take cpu"
+                    if value == "nvme"
+                    else "see `strategy=deepspeed` in the plugin's README",
+                )
+
+    def mesh(self, world: World) -> Mesh:
+        return Mesh.data_parallel(world)
+
+    def settings(self) -> DeepSpeedConfig:
+        """The file, or an empty one, with the knobs in it.
+
+        Raises:
+            ConfigError: the file does not parse, has unknown keys, or contradicts a knob.
+        """
+        if self.config is None:
+            file = DeepSpeedConfig({}, "strategy")
+        else:
+            file = DeepSpeedConfig.from_file(self.config)
+        values = _deep(file.values)
+        zero = values.setdefault("zero_optimization", {})
+        if isinstance(zero, bool):
+            zero = values["zero_optimization"] = {"stage": int(zero)}
+        for name, key, value, is_default in self._as_keys():
+            _settle(file, zero, name, key, value, fills=not (is_default and self.config))
+        for key, value in leaves(self.extra):
+            _settle(file, values, f"extra.{'.'.join(key)}", key, value, fills=True)
+        config = replace(file, values=values)
+        for place, offer in config.unknown_keys():
+            if self.unknown_keys == "error":
+                raise ConfigError(
+                    f"{place} is no key of DeepSpeed's, which would ignore it in silence",
+                    fix=f"{offer} (strategy.unknown_keys=warn lets it pass)",
+                )
+            log.warning("%s is no key of DeepSpeed's, which ignores it; %s", place, offer)
+        return config
+
+    def _as_keys(self) -> list[tuple[str, tuple[str, ...], Any, bool]]:
+        """(knob, key below zero_optimization, value, is the default) of each knob that has one."""
+        found = []
+        for knob in dataclasses.fields(self):
+            if knob.name in ("optimizer", "config", "unknown_keys", "extra"):
+                continue
+            value = getattr(self, knob.name)
+            is_default = value == knob.default
+            if value is not None:
+                below = ("device",) if knob.name.startswith("offload_") else ()
+                found.append((knob.name, (knob.name, *below), value, is_default))
+        return found
+
+    def prepare(self, job: Job, comm: Communicator) -> Engine:
+        config = self.settings()
+        if not isinstance(job.compression, NoCompression):
+            raise self.refuse(f"compression={job.compression.name}", use="set compression=none")
+        stage = config.stage
+        if job.clip.value is not None and stage:
+            raise self.refuse(
+                "trainer.max_grad_value from stage 1 on",
+                use="use trainer.max_grad_norm, strategy.stage=0, or strategy=fsdp",
+            )
+        if job.compile is not None and stage == 3:
+            raise self.refuse(
+                "trainer.compile at stage 3", use="set strategy.stage=2, or use strategy=fsdp"
+            )
+        deepspeed = library.load(comm)
+        model = modules.build(job, comm)
+        modules.refuse_sparse(model, "strategy=deepspeed", use="use strategy=ddp")
+        plan = told(config, job, model, device=comm.device.type)
+        job = replace(job, precision=plan.precision)
+        self._check_ema(job, plan)
+        optimizers = self._optimizers(job, model, config, plan)
+        return self._engine(deepspeed, job, comm, config, plan, model, optimizers)
+
+    def _check_ema(self, job: Job, plan: Told) -> None:
+        if job.ema_decay is not None and (plan.stage == 3 or (plan.half and plan.stage)):
+            raise self.refuse(
+                "trainer.ema_decay where parameters are cut or rounded",
+                use="use stages 0 to 2 without bf16_true, or strategy=fsdp",
+            )
+
+    def _optimizers(
+        self, job: Job, model: nn.Module, config: DeepSpeedConfig, plan: Told
+    ) -> dict[str, Optimizer]:
+        optimizers = dict(job.build_optimizers(model.named_parameters()))
+        if len(optimizers) > 1:
+            raise self.refuse(
+                f"{len(optimizers)} optimizers",
+                use="build one with parameter groups, or use strategy=ddp or strategy=fsdp",
+            )
+        (optimizer,) = optimizers.values()
+        check_optimizer(config, optimizer)
+        kind = type(optimizer).__name__
+        if plan.stage and kind not in ELEMENTWISE:
+            raise self.refuse(
+                f"the optimizer {kind} from stage 1 on, which updates cut and flattened parameters",
+                use="take AdamW or SGD, strategy.stage=0, or strategy=fsdp",
+            )
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return optimizers
+
+    def _inner(self, optimizer: Optimizer, plan: Told, comm: Communicator) -> Optimizer:
+        """What DeepSpeed steps: a twin of the recipe's, or DeepSpeedCPUAdam with its settings."""
+        if plan.stage == 0:
+            return optimizer
+        kind = type(optimizer).__name__
+        is_adam = kind in ("Adam", "AdamW") and not optimizer.defaults["amsgrad"]
+        if self.optimizer == "cpu_adam" and not (is_adam and plan.offloads):
+            raise self.refuse(
+                f"strategy.optimizer=cpu_adam with {kind}"
+                + ("" if plan.offloads else " and without offloading"),
+                use="set strategy.offload_optimizer=cpu and an Adam, or strategy.optimizer=null",
+            )
+        if not (is_adam and plan.offloads) or self.optimizer == "torch":
+            return without_state(optimizer)
+        # Imported here: it compiles when one is made.
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        groups = [
+            {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")}
+            for group in optimizer.param_groups
+        ]
+        with library.building(("cpu_adam",), comm):
+            adam: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=kind == "AdamW")
+        return adam
+
+    def _engine(
+        self,
+        deepspeed: Any,
+        job: Job,
+        comm: Communicator,
+        config: DeepSpeedConfig,
+        plan: Told,
+        model: nn.Module,
+        optimizers: dict[str, Optimizer],
+    ) -> DeepSpeedEngine:
+        masters = _masters(model) if plan.stage and plan.half else {}
+        module = _computing(model, plan)
+        modules.compiled(job, [module])
+        (optimizer,) = optimizers.values()
+        inner = self._inner(optimizer, plan, comm)
+        linear = functional.linear
+        wrapped = _initialized(deepspeed, module, inner, config, plan, comm)
+        common: dict[str, Any] = {
+            "model": model,
+            "optimizers": optimizers,
+            "max_norm": plan.max_norm,
+            "autocast": not plan.half,
+        }
+        if plan.stage == 0:
+            return DeepSpeedEngine(wrapped, job, comm, **common)
+        return ZeroEngine(wrapped, job, comm, masters=masters, linear=linear, **common)
+
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "offload_optimizer": (None, "cpu"),
+    "offload_param": (None, "cpu"),
+    "optimizer": (None, "torch", "cpu_adam"),
+    "unknown_keys": ("error", "warn"),
+}
+
+
+def _deep(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _deep(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+
+
+def _settle(
+    file: DeepSpeedConfig,
+    values: dict[str, Any],
+    knob: str,
+    key: tuple[str, ...],
+    value: Any,
+    *,
+    fills: bool,
+) -> None:
+    """Puts a knob's value where the file has none; where it has another, that is an error."""
+    for name in key[:-1]:
+        below = values.get(name)
+        if below is None and not fills:
+            return
+        values = values.setdefault(name, {}) if below is None else below
+    if key[-1] not in values:
+        if fills:
+            values[key[-1]] = value
+        return
+    there = values[key[-1]]
+    if there != value and fills and there != "auto":
+        where = key if knob.startswith("extra.") else ("zero_optimization", *key)
+        raise contradiction(file, where, there, f"strategy.{knob}", value)
+
+
+def _masters(model: nn.Module) -> dict[str, Tensor]:
+    """The fp32 values that DeepSpeed will round."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+class _In(nn.Module):
+    """Casts the inputs of a module whose parameters are low, and its outputs to fp32."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = module
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = modules.cast_floats((args, kwargs), self.dtype)
+        return modules.cast_floats(self.module(*args, **kwargs), torch.float32)
+
+
+class _Autocast(nn.Module):
+    """Runs a module under autocast, within DeepSpeed, which would switch off that around it."""
+
+    def __init__(self, module: nn.Module, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module = module
+        self.device = device
+        self.dtype = dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device, dtype=self.dtype):
+            return self.module(*args, **kwargs)
+
+
+def _computing(model: nn.Module, plan: Told) -> nn.Module:
+    """What DeepSpeed wraps, in the precision of the plan."""
+    dtype = DTYPES[plan.precision.compute]
+    if plan.half:
+        return modules.ComputeIn(model, dtype) if plan.stage == 0 else _In(model, dtype)
+    if plan.precision.autocast:
+        device = next(model.parameters()).device.type
+        return _Autocast(model, device, dtype)
+    return model
+
+
+def _initialized(
+    deepspeed: Any,
+    module: nn.Module,
+    optimizer: Optimizer,
+    config: DeepSpeedConfig,
+    plan: Told,
+    comm: Communicator,
+) -> Any:
+    """DeepSpeed's engine.
+
+    Raises:
+        ConfigError: DeepSpeed refuses the configuration; its message, with file, line and key.
+    """
+    # Its own name for "this cannot be": there is no other way to tell it from a fault of ours.
+    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    refusals = (
+        ValueError,
+        AssertionError,
+        NotImplementedError,
+        DeepSpeedConfigError,
+        ZeRORuntimeException,
+    )
+    operators = ("deepspeed_shm_comm",) if comm.device.type == "cpu" else ()
+    with library.building(operators, comm):
+        try:
+            wrapped, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                config=_deep(plan.values),
+                dist_init_required=None,
+            )
+        except refusals as error:
+            message = " ".join(str(error).partition("For further information")[0].split())
+            place = config.blamed(message)
+            raise ConfigError(
+                f"DeepSpeed refuses the configuration: {place + ': ' if place else ''}{message}",
+                fix="change that, or leave it out",
+            ) from error
+    return wrapped

@@ -1,0 +1,16 @@
+"""What every test may rely on: one thread a process, and no cluster around it."""
+
+from __future__ import annotations
+
+import os
+import re
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+_CLUSTER = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|MASTER_ADDR|MASTER_PORT"
+    r"|(SLURM|OMPI|PMI|PMIX|MPI|PBS|LSB|HOROVOD|TORCHELASTIC)_.*"
+)
+for _name in [name for name in os.environ if _CLUSTER.fullmatch(name)]:
+    del os.environ[_name]

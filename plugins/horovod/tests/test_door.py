@@ -1,0 +1,71 @@
+"""``strategy=horovod`` as a user types it, under Horovod's launcher and under ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRAIN = [sys.executable, "-m", "torsh_trainer", "+recipe=digits", "trainer.max_steps=4"]
+LINES = {
+    "ours": [*TRAIN, "strategy=horovod", "launcher.num_processes=2"],
+    "horovodrun": ["horovodrun", "-np", "2", "--gloo", *TRAIN, "strategy=horovod"],
+    "ddp": [*TRAIN, "strategy=ddp", "launcher.num_processes=2"],
+}
+
+
+def typed(line: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    here = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        line,
+        cwd=folder,
+        env={**os.environ, "PATH": here},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """``result("ddp")``: the result.json of that line, typed once."""
+
+    @cache
+    def of(name: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(name)
+        done = typed([*LINES[name], "trainer.stages=[fit]", "hydra.run.dir=run"], folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, Any] = json.loads((folder / "run" / "result.json").read_text())
+        return found
+
+    return of
+
+
+@pytest.mark.parametrize("name", ["ours", "horovodrun"])
+def test_a_recipe_trains_with_the_loss_of_ddp(name, result):
+    assert result(name)["strategy"] == "horovod"
+    assert result(name)["world_size"] == 2
+    assert result(name)["train_loss"] == pytest.approx(result("ddp")["train_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("strategy.fusion_treshold_mb=3", "did you mean strategy.fusion_threshold_mb?"),
+        ("precision.reduce=bf16", "strategy=horovod cannot honour precision.reduce=bf16"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line_with_a_way_out(words, said, tmp_path):
+    done = typed([*TRAIN, "strategy=horovod", words], tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert said in line
+    assert ";" in line

@@ -1,0 +1,189 @@
+"""Horovod starts in every job with the settings that were asked for, and leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torsh_trainer_horovod import runtime
+from torsh_trainer_horovod.strategy import Horovod
+
+from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
+from torsh_trainer.testing import cases
+from torsh_trainer.testing.ranks import RankPool, shared
+from torsh_trainer.testing.reference import Scenario
+from torsh_trainer.world import Rendezvous, World
+
+
+def test_knobs_become_horovods_variables_and_those_left_alone_none():
+    assert Horovod().variables == {}
+    knobs = Horovod(
+        fusion_threshold_mb=0.5,
+        stall_check=False,
+        autotune=True,
+        timeline="t.json",
+        cycle_time_ms=2,
+    )
+    assert knobs.variables == {
+        "HOROVOD_FUSION_THRESHOLD": str(2**19),
+        "HOROVOD_CYCLE_TIME": "2",
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+    }
+
+
+def started(comm: Any, *settings: dict[str, str]) -> list[Any]:
+    """One sum and what is left in the environment, after each start."""
+    answers = []
+    for variables in settings:
+        hvd = runtime.start(comm, variables)
+        total = hvd.allreduce(torch.full((2,), float(comm.world.rank)), op=hvd.Sum, name="total")
+        left = sorted(name for name in os.environ if name.startswith("HOROVOD_"))
+        answers.append((total.tolist(), left, hvd.local_rank(), hvd.cross_size()))
+    return answers
+
+
+def test_other_settings_start_it_anew_and_the_environment_is_as_before():
+    cache = [{"HOROVOD_CACHE_CAPACITY": str(size)} for size in (0, 16, 16, 0)]
+    for rank, answers in enumerate(shared(2).run(started, *cache, {})):
+        assert answers == [([1.0, 1.0], [], rank, 1)] * 5
+
+
+def unstartable(comm: Any, first: dict[str, str]) -> tuple[list[Any], str]:
+    both = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "1"}
+    answers = started(comm, {}, first, {}, first)
+    try:
+        runtime.start(comm, both)
+    except ResourceError as error:
+        return answers, str(error)
+    return answers, ""
+
+
+@pytest.mark.parametrize("first", ["HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"])
+def test_where_a_further_start_would_end_the_process_it_is_refused(first):
+    with RankPool(2) as ranks:
+        for answers, words in ranks.run(unstartable, {first: "2"}):
+            assert [total for total, *_ in answers] == [[1.0, 1.0]] * 4
+            assert "cannot be started anew once strategy.fusion_threshold_mb" in words
+
+
+def trained_with_timeline(comm: Any, path: str) -> None:
+    cases.train(comm, Horovod(timeline=path, timeline_mark_cycles=True), Scenario())
+    runtime.start(comm, {})  # ends the one that writes
+
+
+def test_a_timeline_names_the_parameters(tmp_path):
+    path = tmp_path / "timeline.json"
+    with RankPool(2) as ranks:
+        ranks.run(trained_with_timeline, str(path))
+    text = path.read_text()
+    names = {event.get("args", {}).get("name") for event in json.loads(_closed(text))}
+    assert any("blocks.0.linear.weight" in str(name) for name in names)
+
+
+def _closed(text: str) -> str:
+    """Chrome takes an array without its end."""
+    text = text.strip().removesuffix(",")
+    return text if text.endswith("]") else f"{text}]"
+
+
+def by_a_script(comm: Any) -> list[float]:
+    """A script that has called hvd.init() itself."""
+    import horovod.torch as hvd
+
+    runtime.start(comm, {})
+    runtime._process.variables = None  # as if it were not we who started it
+    assert runtime.start(comm, {"HOROVOD_CYCLE_TIME": "3"}) is hvd
+    return cases.train(comm, Horovod(), Scenario()).norms
+
+
+def test_one_that_runs_already_is_taken_as_it_is():
+    plain, *_ = shared(2).run(cases.train, Horovod(), Scenario())
+    with RankPool(2) as ranks:
+        assert ranks.run(by_a_script) == [plain.norms] * 2
+
+
+# -- several nodes ---------------------------------------------------------------------------------
+
+
+def nodes(world: World, address: str) -> World:
+    """``world`` as it would be with one process on each of two nodes."""
+    rendezvous = Rendezvous(address, 1)
+    return World(world.rank, world.size, 0, 1, node_rank=world.rank, nodes=2, rendezvous=rendezvous)
+
+
+def on_two_nodes(comm: Any, address: str) -> list[Any]:
+    comm.world = nodes(comm.world, address)
+    return started(comm, {})
+
+
+def own_address() -> str:
+    """One of this host that is not the loopback, else the loopback."""
+    found = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family.name == "AF_INET" and not entry.address.startswith("127.")
+    ]
+    return next(iter(found), "")
+
+
+def test_nodes_meet_at_the_address_of_the_first_and_count_one_another():
+    address = own_address()
+    if not address:
+        pytest.fail("this host has no network interface but the loopback")
+    with RankPool(2) as ranks:
+        assert ranks.run(on_two_nodes, address) == [[([1.0, 1.0], [], 0, 2)]] * 2
+
+
+def test_an_address_that_other_nodes_cannot_reach_is_refused():
+    with pytest.raises(ResourceError, match=r"is the loopback.*comm.network_interface=eth0"):
+        runtime._address(nodes(World(0, 2), "127.0.0.1"))
+
+
+# -- what it refuses -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"fusion_threshold_mb": -1}, "strategy.fusion_threshold_mb=-1 is below 0"),
+        ({"backward_passes_per_step": 0}, "strategy.backward_passes_per_step=0 is below 1"),
+        ({"op": "max"}, "strategy.op=max is unknown"),
+        ({"compression": "fp8"}, "strategy.compression=fp8 is unknown; choose one of fp16, none"),
+        ({"groups": 0}, "strategy.groups=0 is below 1"),
+        ({"groups": (("a",), ("a",))}, "strategy.groups names 'a' twice"),
+        ({"groups": 2, "find_unused_parameters": True}, "exclude each other"),
+        ({"gradient_predivide_factor": 0.0}, "is not positive"),
+        ({"gradient_predivide_factor": 2.0, "groups": 2}, "does nothing with strategy.groups=2"),
+        ({"gradient_predivide_factor": 2.0, "op": "sum"}, "does nothing with strategy.op=sum"),
+    ],
+)
+def test_a_knob_out_of_range_is_refused_in_one_sentence(knobs, words):
+    with pytest.raises(ConfigError) as refusal:
+        Horovod(**knobs)
+    assert words in str(refusal.value)
+
+
+def test_adasum_is_refused_by_name():
+    with pytest.raises(Unsupported, match="strategy=horovod cannot honour op=adasum"):
+        Horovod(op="adasum")
+
+
+def asked_for_a_group_that_is_not_there(comm: Any) -> str:
+    try:
+        cases.train(comm, Horovod(groups=(("head.wait",),)), Scenario())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_group_of_an_unknown_parameter_offers_the_nearest():
+    (words,) = shared(1).run(asked_for_a_group_that_is_not_there)
+    assert "strategy.groups names 'head.wait'" in words
+    assert "'head.weight'" in words

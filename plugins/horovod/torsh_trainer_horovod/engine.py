@@ -1,0 +1,242 @@
+"""The engine of ``strategy=horovod``: a native engine whose optimizers are Horovod's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.compression.base import Compressing
+from torsh_trainer.comm.failures import CommunicationError
+from torsh_trainer.strategies import modules
+from torsh_trainer.strategies.base import Clip, Engine, Job, LossReport, MicroBatch, StepOutcome
+from torsh_trainer.strategies.builtin import BuiltIn, BuiltInEngine
+from torsh_trainer.strategies.compressing import reducer_for
+from torsh_trainer.strategies.native import NativeEngine
+from torsh_trainer.task import Task
+from torsh_trainer_horovod import runtime
+from torsh_trainer_horovod.wire import HorovodWire
+
+if TYPE_CHECKING:
+    from torsh_trainer_horovod.strategy import Horovod
+
+Groups = int | list[list[nn.Parameter]] | None
+_NEVER = 2**31
+"""More backward passes than a step has."""
+
+
+def compressed_engine(
+    knobs: Horovod,
+    compression: Compressing,
+    job: Job,
+    comm: Communicator,
+    *,
+    model: nn.Module,
+    module: nn.Module,
+) -> Engine:
+    """The engine for the trainer's own compression: its buckets, over Horovod's collectives.
+
+    A method that sends anything but numbers to be added up cannot be a compressor of Horovod's
+    optimizer, which adds up what it sends.
+    """
+    wire = HorovodWire(comm, runtime.start(comm, knobs.variables))
+    reducer = reducer_for(compression, model, job, comm, wire)
+    buckets = BuiltIn(
+        bucket_cap_mb=knobs.fusion_threshold_mb or BuiltIn.bucket_cap_mb,
+        find_unused_parameters=knobs.find_unused_parameters,
+        broadcast_buffers=knobs.broadcast_buffers,
+    )
+    return BuiltInEngine(buckets, job, comm, model=model, module=module, compressor=reducer)
+
+
+class HorovodEngine(NativeEngine):
+    """Plain modules; ``horovod.torch.DistributedOptimizer`` reduces gradients from its hooks.
+
+    Gradients are communicated in the last backward pass of a step, and are there when
+    ``forward_backward`` returns, before they are unscaled, measured and clipped.
+    """
+
+    def __init__(
+        self,
+        knobs: Horovod,
+        job: Job,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        module: nn.Module,
+        groups: Groups = None,
+    ) -> None:
+        self._knobs = knobs
+        hvd = runtime.start(comm, knobs.variables)
+        modules.share([*model.parameters(), *model.buffers()], comm)
+        fp16 = "fp16" in (knobs.compression, job.precision.reduce)
+        options = {
+            "compression": hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+            "op": hvd.Sum if knobs.op == "sum" else hvd.Average,
+            "gradient_predivide_factor": knobs.gradient_predivide_factor,
+            "sparse_as_dense": knobs.sparse_as_dense,
+        }
+        super().__init__(
+            job,
+            comm,
+            model=model,
+            module=module,
+            eval_module=module,
+            averaging_ranks=1 if knobs.op == "sum" else comm.world.size,
+            gradient_scale=knobs.gradient_scale_on(comm.world),
+            wrap_optimizer=_distributed(hvd, model, groups, options),
+        )
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> LossReport:
+        if self._knobs.broadcast_buffers:
+            self._share_buffers()
+        report = super().forward_backward(micro_batches, total_weight, task)
+        self._finish()
+        return report
+
+    def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
+        with self._reduced():
+            return super().step(clip, measure_norm=measure_norm)
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if self._knobs.op == "sum":
+            raise self._knobs.refuse(
+                "op=sum under manual optimization, where a gradient is averaged over ranks",
+                use="set strategy.op=average, and multiply the loss",
+            )
+        super().backward(loss, sync=sync)
+        if sync:
+            self._finish()
+
+    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+        with self._reduced():
+            return super().step_one(name, clip)
+
+    def state_template(self) -> dict[str, Any]:
+        with self._reduced():  # the step that makes slots exist has nothing to reduce
+            return super().state_template()
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
+        self._wait_for(_NEVER)
+        try:
+            yield
+        finally:
+            self._wait_for(1)
+
+    def _wait_for(self, passes: int) -> None:
+        """The hooks send a gradient in the ``passes``-th backward from now on."""
+        for optimizer in self._distributed:
+            optimizer.set_backward_passes_per_step(passes)
+
+    @contextlib.contextmanager
+    def _reduced(self) -> Iterator[None]:
+        """Within, an optimizer's step takes the gradients as they are."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._distributed:
+                stack.enter_context(optimizer.skip_synchronize())
+            yield
+
+    def _finish(self) -> None:
+        """Waits until every gradient is reduced.
+
+        Raises:
+            ConfigError: a parameter has no gradient, and that is not allowed.
+            CommunicationError: Horovod has failed.
+        """
+        unused = self._unused()
+        try:
+            for optimizer in self._distributed:
+                optimizer.synchronize()
+        except RuntimeError as error:  # what Horovod's own error is
+            raise CommunicationError(
+                f"Horovod could not reduce the gradients on rank {self.comm.world.rank}: {error}",
+                fix="look for the rank that failed first, in its log",
+                rank=self.comm.world.rank,
+                operation="all_reduce",
+            ) from error
+        for parameter in unused:
+            parameter.grad = None  # Horovod has filled it with zeros
+
+    def _unused(self) -> list[nn.Parameter]:
+        """The parameters that no rank has a gradient for.
+
+        Raises:
+            ConfigError: this rank has none for some, and that is not allowed.
+        """
+        missing = [p for p in self._parameters if p.grad is None]
+        if not self._knobs.find_unused_parameters:
+            if missing:
+                raise modules.unused_parameters([self._names[id(p)] for p in missing])
+            return []
+        flags = torch.tensor([float(p.grad is not None) for p in self._parameters])
+        flags = self.comm.place(flags)
+        self.comm.all_reduce(flags, op="max")
+        used = flags.tolist()
+        return [p for p, anywhere in zip(self._parameters, used, strict=True) if not anywhere]
+
+    def _share_buffers(self) -> None:
+        modules.share(self.model.buffers(), self.comm)
+
+    @property
+    def _distributed(self) -> Sequence[Any]:
+        return list(self.optimizers.values())
+
+
+# -- optimizers ----------------------------------------------------------------------------------
+
+
+def _distributed(
+    hvd: Any, model: nn.Module, groups: Groups, options: Mapping[str, Any]
+) -> Callable[[Optimizer], Optimizer]:
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def wrap(optimizer: Optimizer) -> Optimizer:
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        return hvd.DistributedOptimizer(
+            _adoptable(optimizer),
+            named_parameters=[(names[id(p)], p) for p in mine],
+            groups=_among(mine, groups),
+            **options,
+        )
+
+    return wrap
+
+
+def _adoptable(optimizer: Optimizer) -> Optimizer:
+    """``optimizer`` in a form that Horovod can make its own without losing anything.
+
+    Horovod makes a subclass of the optimizer's class and calls its constructor with the parameter
+    groups alone: settings beside the groups would fall back to their defaults, state and attributes
+    would be lost, and a constructor that wants more would fail. So the class that it takes has a
+    constructor that adopts all that ``optimizer`` holds.
+    """
+    kind = type(optimizer)
+
+    def adopt(self: Optimizer, params: object) -> None:
+        self.__dict__.update(vars(optimizer))
+
+    adopting = type(kind.__name__, (kind,), {"__init__": adopt})
+    adopted: Optimizer = object.__new__(adopting)
+    adopt(adopted, None)
+    return adopted
+
+
+def _among(parameters: Sequence[nn.Parameter], groups: Groups) -> Groups:
+    """``groups`` of one optimizer's parameters."""
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        return min(groups, len(parameters))
+    mine = {id(p) for p in parameters}
+    cut = [[p for p in group if id(p) in mine] for group in groups]
+    return [group for group in cut if group]

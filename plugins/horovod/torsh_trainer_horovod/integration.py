@@ -1,0 +1,138 @@
+"""Horovod in a script: what a configuration asks for, and this process's place in the job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torsh_trainer import environments
+from torsh_trainer.comm import create
+from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.comm.compression import TopK
+from torsh_trainer.comm.compression.base import Compression, NoCompression
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.world import ALONE, World
+from torsh_trainer_horovod import runtime
+from torsh_trainer_horovod.strategy import Horovod
+
+
+def rank() -> int:
+    """This process's rank, by what started it."""
+    return _world().rank
+
+
+def size() -> int:
+    """The number of processes of the job."""
+    return _world().size
+
+
+def local_rank() -> int:
+    """This process's number on its node."""
+    return _world().local_rank
+
+
+def local_size() -> int:
+    """The number of processes on this node."""
+    return _world().local_size
+
+
+@dataclass(frozen=True)
+class HorovodConfig:
+    """The knobs of the strategy, and the trainer's compression over it."""
+
+    strategy: Horovod
+    compression: Compression = NoCompression()
+
+
+class HorovodIntegration:
+    """Horovod running in this process, by a configuration.
+
+    ``Trainer(task=..., **integration.options)`` trains with it.
+    """
+
+    def __init__(self, config: HorovodConfig) -> None:
+        self.config = config
+        self._comm: Communicator | None = None
+        self._hvd: Any = None
+
+    @staticmethod
+    def default_config() -> HorovodConfig:
+        """Gradients travel in 64 MiB, and are collected for a millisecond."""
+        return HorovodConfig(Horovod(fusion_threshold_mb=64.0, cycle_time_ms=1.0))
+
+    @staticmethod
+    def config_with_topk_compression(k: float) -> HorovodConfig:
+        """The share ``k`` of each gradient travels, its largest elements; the rest follows later.
+
+        Raises:
+            ConfigError: ``k`` is not in (0, 1].
+        """
+        return HorovodConfig(HorovodIntegration.default_config().strategy, TopK(k))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of Trainer that the configuration stands for."""
+        return {"strategy": self.config.strategy, "compression": self.config.compression}
+
+    def initialize(self, rank: int, size: int, local_rank: int, local_size: int) -> None:
+        """Joins the other processes and starts Horovod among them. Collective.
+
+        Raises:
+            ConfigError: it was called before, or the numbers are not this process's.
+            ResourceError: a process did not come, or Horovod does not start.
+        """
+        if self._comm is not None:
+            raise ConfigError(
+                "this HorovodIntegration is initialized already", fix="call initialize once"
+            )
+        world = _world()
+        given = (rank, size, local_rank, local_size)
+        found = (world.rank, world.size, world.local_rank, world.local_size)
+        if given != found:
+            raise ConfigError(
+                f"(rank, size, local_rank, local_size) were given as {given}, and this process is "
+                f"{found}",
+                fix="pass rank(), size(), local_rank() and local_size() of this module",
+            )
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        comm = create(world, CommOptions(), device)
+        self._hvd = runtime.start(comm, self.config.strategy.variables)
+        self._comm = comm
+
+    def rank(self) -> int:
+        """This process's rank in Horovod; as the three below, after ``initialize``."""
+        return int(self._running.rank())
+
+    def size(self) -> int:
+        """The number of processes."""
+        return int(self._running.size())
+
+    def local_rank(self) -> int:
+        """This process's number on its node."""
+        return int(self._running.local_rank())
+
+    def local_size(self) -> int:
+        """The number of processes on this node."""
+        return int(self._running.local_size())
+
+    def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
+        """The mean of everybody's ``tensor``; ranks call it under one ``name``."""
+        mean: Tensor = self._running.allreduce(tensor, name=name)
+        return mean
+
+    @property
+    def _running(self) -> Any:
+        if self._hvd is None:
+            raise ConfigError(
+                "this HorovodIntegration is not initialized",
+                fix="call initialize(rank(), size(), local_rank(), local_size()) first",
+            )
+        return self._hvd
+
+
+def _world() -> World:
+    return environments.detect(os.environ) or ALONE

@@ -1,0 +1,247 @@
+"""Horovod's runtime in this process: started once, under whatever has started the process.
+
+Horovod reads its place, its rendezvous and its settings from the environment when it starts, and
+nowhere else. Under ``horovodrun`` all of it is there. Elsewhere rank 0 serves Horovod's own
+rendezvous and tells the others where, through the communicator that they have already. What is
+written to the environment is taken back: a process that this one starts is none of Horovod's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import psutil
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.world import World
+
+log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+GIVEN = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+"""What horovodrun sets, with everything else that a process needs."""
+TUNED = {"HOROVOD_FUSION_THRESHOLD": str(128 * 2**20), "HOROVOD_CYCLE_TIME": "1"}
+"""What Horovod's autotune may change, with Horovod's defaults.
+
+A process that has set one of them keeps that value for good, though Horovod is started anew without
+it; so the default is then set. One that has set one of them dies (a segmentation fault in 0.28.1)
+when Horovod is started anew and both are set by then.
+"""
+
+
+@dataclass
+class _Process:
+    """What of Horovod runs in this process, and what it cannot forget."""
+
+    variables: Mapping[str, str] | None = None
+    """The settings with which ``start`` has started it; None before that."""
+
+    server: Any = None
+    """Rank 0's rendezvous, where it is ours."""
+
+    tuned: set[str] = field(default_factory=set)
+    """Those of ``TUNED`` that were ever set."""
+
+
+_process = _Process()
+
+
+def start(comm: Communicator, variables: Mapping[str, str]) -> Any:
+    """The module ``horovod.torch``, running among the members of ``comm`` with these settings.
+
+    Collective. Where it runs with other settings, it is started anew; where a script has started
+    it, it is taken as it is.
+
+    Raises:
+        ConfigError: Horovod runs among other processes than ``comm``.
+        ResourceError: it does not start, or cannot be started anew.
+    """
+    # Imported here: it loads Horovod's libraries.
+    import horovod.torch as hvd
+
+    if hvd.is_initialized() and _process.variables is None:
+        if variables:
+            log.warning("Horovod runs already: %s come too late", ", ".join(variables))
+        return _checked(hvd, comm)
+    if hvd.is_initialized() and all(comm.all_gather_object(variables == _process.variables)):
+        return _checked(hvd, comm)
+    again = _process.variables is not None
+    tuned = {name for name in TUNED if name in variables or name in os.environ} | _process.tuned
+    if again:
+        _check_anew(tuned)
+        _stop(hvd, comm)
+    # horovodrun's rendezvous serves one start.
+    given = GIVEN in os.environ and not again
+    _process.server, place = (None, {}) if given else _meet(comm)
+    kept = {name: os.environ.get(name, TUNED[name]) for name in _process.tuned}
+    with _environment({**place, **kept, **variables}):
+        _process.tuned = tuned
+        try:
+            hvd.init()
+        except (RuntimeError, ValueError) as error:
+            raise ResourceError(
+                f"Horovod does not start on rank {comm.world.rank}: {error}",
+                fix="HOROVOD_LOG_LEVEL=debug says more",
+            ) from error
+    _process.variables = dict(variables)
+    return _checked(hvd, comm)
+
+
+def _check_anew(tuned: set[str]) -> None:
+    """Raises ResourceError where Horovod would end the process, see ``TUNED``."""
+    if _process.tuned and len(tuned) == len(TUNED):
+        raise ResourceError(
+            "Horovod has run in this process with other settings, and cannot be started anew once "
+            "strategy.fusion_threshold_mb and strategy.cycle_time_ms were both set",
+            fix="train with these settings in a process of its own",
+        )
+
+
+def _stop(hvd: Any, comm: Communicator) -> None:
+    """Ends Horovod in all processes of ``comm``, and rank 0's rendezvous after it. Collective."""
+    hvd.shutdown()
+    comm.barrier()
+    if _process.server is not None:
+        _process.server.shutdown()
+        _process.server.server_close()
+
+
+def _checked(hvd: Any, comm: Communicator) -> Any:
+    mine, theirs = (comm.world.rank, comm.world.size), (hvd.rank(), hvd.size())
+    if mine != theirs:
+        raise ConfigError(
+            f"this process is rank {mine[0]} of {mine[1]}, and for Horovod {theirs[0]} of "
+            f"{theirs[1]}",
+            fix="start Horovod in the processes of this run, or leave it to strategy=horovod",
+        )
+    return hvd
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within, ``variables`` stand in the environment. Against the rule: Horovod looks there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# -- where the processes meet ----------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """What the ranks tell one another."""
+
+    node_rank: int
+    local_rank: int
+    local_size: int
+
+
+def _meet(comm: Communicator) -> tuple[Any, dict[str, str]]:
+    """Rank 0's rendezvous (None elsewhere), and what Horovod has to find in the environment."""
+    world = comm.world
+    mine = _Place(world.node_rank, world.local_rank, world.local_size)
+    places: list[_Place] = comm.all_gather_object(mine)
+    address = _address(world)
+    server = None
+    if world.is_main:
+        server = _serve(address, places)
+    host, port = comm.broadcast_object((address, server.server_address[1] if server else 0))
+    # Those that have my number on their nodes: Horovod reduces among them when it is hierarchical.
+    nodes = sorted(place.node_rank for place in places if place.local_rank == mine.local_rank)
+    return server, {
+        "HOROVOD_RANK": str(world.rank),
+        "HOROVOD_SIZE": str(world.size),
+        "HOROVOD_LOCAL_RANK": str(world.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(world.local_size),
+        "HOROVOD_CROSS_RANK": str(nodes.index(world.node_rank)),
+        "HOROVOD_CROSS_SIZE": str(len(nodes)),
+        "HOROVOD_HOSTNAME": _hostname(world.node_rank),
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": host,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_IFACE": _interface(address),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
+
+def _serve(address: str, places: list[_Place]) -> Any:
+    """Horovod's rendezvous server, listening at ``address`` alone."""
+    # Imported here, as in ``start``.
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    server = RendezvousHTTPServer((address, 0), RendezvousHandler, 0)
+    slots = []
+    for rank, place in enumerate(places):
+        same = sorted(other.node_rank for other in places if other.local_rank == place.local_rank)
+        slots.append(
+            SlotInfo(
+                _hostname(place.node_rank),
+                rank,
+                place.local_rank,
+                same.index(place.node_rank),
+                len(places),
+                place.local_size,
+                len(same),
+            )
+        )
+    server.init(slots)
+    threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True).start()
+    return server
+
+
+def _hostname(node_rank: int) -> str:
+    """A name for the rendezvous alone: two nodes may call themselves the same."""
+    return f"node-{node_rank}"
+
+
+def _address(world: World) -> str:
+    """This process's address towards the others.
+
+    Raises:
+        ResourceError: it has none but the loopback, and there are other nodes.
+    """
+    if world.nodes == 1 or world.rendezvous is None:
+        return LOOPBACK
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if named:
+        return next((ip for name, ip in _interfaces() if name == named), LOOPBACK)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((world.rendezvous.address, 1))  # sends nothing: it only chooses a way
+        address = str(probe.getsockname()[0])
+    if address.startswith("127."):
+        raise ResourceError(
+            f"{world.rendezvous.address} is the loopback on this host, which other nodes cannot "
+            "reach",
+            fix="name the interface between the nodes: comm.network_interface=eth0",
+        )
+    return address
+
+
+def _interface(address: str) -> str:
+    """The network interface that has ``address``."""
+    return next((name for name, ip in _interfaces() if ip == address), "lo")
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    return [
+        (name, entry.address)
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET
+    ]
