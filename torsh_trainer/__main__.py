@@ -43,6 +43,29 @@ def rerun(argv: Sequence[str]) -> int:
         return again.dry_run(line, preview=assemble.preview, env=dict(os.environ))
 
 
+def verify(argv: Sequence[str]) -> int:
+    """The verb ``verify +recipe=NAME strategies=[...] [overrides]``."""
+    line = command_line.parse(argv)
+    # Imported late, as Hydra is below: --help needs neither.
+    from torsh_trainer.config import verifying
+
+    if line.help or not argv:
+        print(verifying.HELP, file=sys.stdout if line.help else sys.stderr)
+        return 0 if line.help else ConfigError.exit_code
+    asked = verifying.verification(line)
+    from torsh_trainer.assemble.verifying import verify as verified
+    from torsh_trainer.config.wording import as_failure
+
+    return verified(
+        asked.node,
+        asked.config,
+        recipe=asked.recipe,
+        env=dict(os.environ),
+        import_paths=asked.import_paths,
+        in_words=as_failure,
+    )
+
+
 def worded(work: Callable[[], int], *, debug: bool) -> int:
     """The exit code of ``work``, whose failure is told in one sentence and the next move.
 

@@ -7,7 +7,7 @@ job receives the same frozen configuration and assembles its own trainer from it
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,15 +88,21 @@ def run(
     Raises:
         TorshError: see errors.py.
     """
-    _check_names(config)
-    order = Order(config, run_dir, tuple(command), tuple(import_paths))
-    _import_from(order.import_paths)
+    return launched(work, Order(config, run_dir, tuple(command), tuple(import_paths)), env)
+
+
+def launched(
+    entry: Callable[[World, Order], dict[str, Any]], order: Order, env: Mapping[str, str]
+) -> dict[str, Any]:
+    """What ``entry`` gives on rank 0, called in the processes that the launcher starts."""
+    _check_names(order.config)
+    import_from(order.import_paths)
     context = LaunchContext(
         env=env,
         found=environments.detect(env),
-        log_dir=None if run_dir is None else run_dir / "logs",
+        log_dir=None if order.run_dir is None else order.run_dir / "logs",
     )
-    result: dict[str, Any] = launcher_of(config).launch(work, order, context=context)
+    result: dict[str, Any] = launcher_of(order.config).launch(entry, order, context=context)
     return result
 
 
@@ -105,7 +111,7 @@ def work(world: World, order: Order) -> dict[str, Any]:
     # torch loads here, in the processes that train.
     from torsh_trainer.trainer import run_in
 
-    _import_from(order.import_paths)
+    import_from(order.import_paths)
     return dict(run_in(world, trainer_of(order)).content)
 
 
@@ -124,7 +130,7 @@ def preview(
     from torsh_trainer.preview import preview as told
 
     _check_names(config)
-    _import_from(import_paths)
+    import_from(import_paths)
     context = LaunchContext(env=env, found=environments.detect(env))
     size = launcher_of(config).size(context)
     world = World(size=size, local_size=size)
@@ -154,7 +160,7 @@ def trainer_of(order: Order) -> Trainer:
         if name in GROUPS:
             fix = f"{name} is a group of its own: {name}=NAME"
             raise ConfigError(f"unknown knob trainer.{name}", fix=fix)
-    source, loading = _planned_data(config)
+    source, loading = planned_data(config)
     task = _PlannedTask.of(config, source)
     given = {
         **{name: plan(config[name], key=name) for name in OBJECTS if config.get(name)},
@@ -228,7 +234,7 @@ def _check_parts(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             )
 
 
-def _planned_data(config: Mapping[str, Any]) -> tuple[Plan | None, Plan]:
+def planned_data(config: Mapping[str, Any]) -> tuple[Plan | None, Plan]:
     """The source of the ``data`` group, and the knobs of loading that stand beside its own."""
     node = config.get("data") or {}
     shared = {field.name for field in fields(Loading)}
@@ -266,6 +272,6 @@ def _check_names(config: Mapping[str, Any]) -> None:
             )
 
 
-def _import_from(paths: Sequence[str]) -> None:
-    """User code is found in ``paths``, after everything that is installed."""
+def import_from(paths: Sequence[str]) -> None:
+    """Makes user code be found in ``paths``, after everything that is installed."""
     sys.path += [path for path in paths if path not in sys.path]

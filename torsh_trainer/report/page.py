@@ -22,26 +22,43 @@ def page_of(runs: Sequence[Run], charts: Sequence[Chart], *, now: datetime) -> s
     """One self-contained page on ``runs``."""
     axes = axes_of(runs)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
-    own = files(__package__)
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)} · training report</title>",
-        f"<style>{own.joinpath('page.css').read_text('utf-8')}{_colors(axes)}</style></head><body>",
-        f"<header><h1>{escape(title)}</h1>",
-        f'<p class="soft">Training report, {now:%d %B %Y, %H:%M}</p></header>',
-        *_axis_inputs(axes),
-        "<main>",
+    body = [
         _problems(runs),
         _results(runs),
         _tools(runs, axes),
         _charts(charts, axes),
         _differences(runs),
         _details(runs),
+    ]
+    names = [run.name for run in runs]
+    return document(title, "training report", body, names=names, axes=axes, now=now)
+
+
+def document(
+    title: str,
+    kind: str,
+    body: Sequence[str],
+    *,
+    names: Sequence[str],
+    axes: Sequence[Axis],
+    now: datetime,
+) -> str:
+    """A self-contained page of HTML; ``names`` are those of the curves, by their number."""
+    own = files(__package__)
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)} · {kind}</title>",
+        f"<style>{own.joinpath('page.css').read_text('utf-8')}{_colors(axes)}</style></head><body>",
+        f"<header><h1>{escape(title)}</h1>",
+        f'<p class="soft">{kind.capitalize()}, {now:%d %B %Y, %H:%M}</p></header>',
+        *_axis_inputs(axes),
+        "<main>",
+        *body,
         "</main>",
         f"<footer>ToRSh Trainer {__version__}</footer>",
-        f'<script type="application/json" id="runs">{_names(runs)}</script>',
+        f'<script type="application/json" id="runs">{_names(names)}</script>',
         f"<script>{own.joinpath('page.js').read_text('utf-8')}</script>",
         "</body></html>",
     ]
@@ -72,9 +89,7 @@ def _axis_inputs(axes: Sequence[Axis]) -> list[str]:
 
 def _tools(runs: Sequence[Run], axes: Sequence[Axis]) -> str:
     chips = [
-        f'<label class="{color_class(i)}"><input type="checkbox" checked>{_swatch(i)}'
-        f"{escape(run.name)}{_small(hint)}</label>"
-        for i, (run, hint) in enumerate(zip(runs, hints(runs), strict=True))
+        chip(i, run.name, hint) for i, (run, hint) in enumerate(zip(runs, hints(runs), strict=True))
     ]
     choices = [f'<label for="x-{axis}">{AXIS_TITLES[axis]}</label>' for axis in axes]
     return (
@@ -83,9 +98,22 @@ def _tools(runs: Sequence[Run], axes: Sequence[Axis]) -> str:
     )
 
 
+def chip(i: int, name: str, hint: str = "") -> str:
+    """The switch of curve number ``i`` in a legend."""
+    return (
+        f'<label class="{color_class(i)}"><input type="checkbox" checked>{swatch(i)}'
+        f"{escape(name)}{_small(hint)}</label>"
+    )
+
+
 def _charts(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
     if not charts:
         return "<p>There is nothing to draw: no run has logged a number yet.</p>"
+    return cards(charts, axes)
+
+
+def cards(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
+    """The charts side by side, each on a card of its own."""
     cards = []
     for chart in charts:
         note = "; ".join(filter(None, [chart.note, "log scale" if chart.log else ""]))
@@ -127,7 +155,7 @@ def _results(runs: Sequence[Run]) -> str:
         f"{''.join(_cell(cell) for cell in row)}</tr>"
         for i, (run, row, hint) in enumerate(zip(runs, rows, hints(runs), strict=True))
     )
-    return _table("results", f"<th>run</th>{head}", body)
+    return table("results", f"<th>run</th>{head}", body)
 
 
 def _cell(cell: Cell) -> str:
@@ -156,16 +184,15 @@ def _differences(runs: Sequence[Run]) -> str:
         )
     else:
         head = "<th>key</th>" + "".join(
-            f'<th class="{color_class(i)}">{_swatch(i)} {escape(run.name)}</th>'
+            f'<th class="{color_class(i)}">{swatch(i)} {escape(run.name)}</th>'
             for i, run in enumerate(runs)
         )
         body = "".join(
             f"<tr><th>{escape(key)}</th>{''.join(map(_value, values))}</tr>"
             for key, values in differing.items()
         )
-    table = _table("differences", head, body)
     return (
-        f"<h2>Where configurations differ</h2>{table}"
+        f"<h2>Where configurations differ</h2>{table('differences', head, body)}"
         f'<p class="soft">{agreeing} other keys agree.</p>'
     )
 
@@ -199,7 +226,8 @@ def _facts(facts: Sequence[tuple[str, str]]) -> str:
     return f"<table>{''.join(rows)}</table>"
 
 
-def _table(name: str, head: str, body: str) -> str:
+def table(name: str, head: str, body: str) -> str:
+    """A table on a card: cells of the head, rows of the body."""
     return (
         f'<div class="card scroll"><table id="{name}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -207,14 +235,15 @@ def _table(name: str, head: str, body: str) -> str:
 
 
 def _run_cell(i: int, run: Run, hint: str = "") -> str:
-    return f'<th class="{color_class(i)}">{_swatch(i)}{escape(run.name)}{_small(hint)}</th>'
+    return f'<th class="{color_class(i)}">{swatch(i)}{escape(run.name)}{_small(hint)}</th>'
 
 
 def _small(hint: str) -> str:
     return f" <small>{escape(hint)}</small>" if hint else ""
 
 
-def _swatch(i: int) -> str:
+def swatch(i: int) -> str:
+    """The colour of curve number ``i``, as a short line."""
     dashed = " dashed" if i // len(PALETTE) % 2 else ""
     return f'<span class="swatch{dashed}"></span>'
 
@@ -228,6 +257,6 @@ def _number_class(number: bool) -> str:
     return ' class="number"' if number else ""
 
 
-def _names(runs: Sequence[Run]) -> str:
-    content = {"names": [run.name for run in runs], "colors": len(PALETTE)}
+def _names(names: Sequence[str]) -> str:
+    content = {"names": list(names), "colors": len(PALETTE)}
     return json.dumps(content).replace("<", "\\u003c")

@@ -1,0 +1,1 @@
+"""``python -m torsh_trainer verify``: the same few steps under several strategies, compared."""

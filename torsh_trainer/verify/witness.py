@@ -1,0 +1,156 @@
+"""What sees a run from within: a callback that writes down each step, parameters included.
+
+The run is an ordinary one. The strategy is handed on through ``Watched``, which changes nothing and
+shows the witness the engine that it has prepared.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.distributed.tensor import DTensor
+
+from torsh_trainer.callbacks.base import Callback, RunInfo, StepReport
+from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.strategies.base import Engine, FlatShard, Job, Mesh, Strategy
+from torsh_trainer.verify.record import FACTS, ROWS, Arrays, parameters_file
+from torsh_trainer.world import World
+
+
+class Witness(Callback):
+    """Writes loss, gradient norm, learning rate and all parameters of every step.
+
+    It needs ``trainer.log_every=1``. What it writes is read by ``record.Record``.
+    """
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._comm: Communicator | None = None
+        self._folder = Path()
+        self._gradient_scale = 1.0
+
+    def sees(self, engine: Engine, comm: Communicator, *, gradient_scale: float) -> None:
+        """Told once the engine is there, and by how much its gradient is to exceed the mean."""
+        self._engine, self._comm, self._gradient_scale = engine, comm, gradient_scale
+
+    def on_start(self, info: RunInfo) -> None:
+        assert info.run_dir is not None, "a run that is watched has a directory"
+        self._folder = info.run_dir
+        assert self._engine is not None, "the engine is prepared before the first step"
+        if info.world.is_main:
+            facts = {
+                "optimizers": [type(o).__name__ for o in self._engine.optimizers.values()],
+                "gradient_scale": self._gradient_scale,
+                "world_size": info.world.size,
+                "micro_batch_size": info.micro_batch_size,
+                "accumulate": info.accumulate,
+                "parameters": info.parameters,
+            }
+            (self._folder / FACTS).write_text(json.dumps(facts))
+        self._write(0, {})
+
+    def on_step(self, report: StepReport) -> None:
+        assert report.metrics is not None, "every step is reported"
+        names = ("loss", "grad_norm", "lr", "skipped")
+        values = {name: report.metrics.get(name) for name in names}
+        self._write(report.step, {**values, "samples": report.samples})
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Collective: parameters that several ranks hold in parts are put together."""
+        assert self._engine is not None
+        assert self._comm is not None
+        arrays = parameters_of(self._engine, self._comm)
+        sums = self._comm.all_gather_object(_checksum(arrays))
+        if not self._comm.world.is_main:
+            return
+        names = numpy.array(list(arrays), dtype=str)
+        with parameters_file(self._folder, step).open("wb") as file:
+            numpy.savez(file, names=names, **{str(i): a for i, a in enumerate(arrays.values())})
+        row = {"step": step, **values, "replicas_agree": len(set(sums)) == 1}
+        with (self._folder / ROWS).open("a", encoding="utf-8") as file_of_rows:
+            file_of_rows.write(json.dumps(row) + "\n")
+
+
+def parameters_of(engine: Engine, comm: Communicator) -> Arrays:
+    """Every parameter whole, by name, in fp32 or what the engine's master copy has.
+
+    Collective. Buffers are left out: those that matter are rank 0's, by the word of the contract.
+    """
+    buffers = {name for name, _ in engine.model.named_buffers()}
+    state = {k: v for k, v in engine.state_dict()["model"].items() if k not in buffers}
+    pieces: dict[str, list[Any]] = {}
+    arrays: Arrays = {}
+    for name, value in state.items():
+        if isinstance(value, FlatShard):
+            pieces[name] = [tuple(value.global_shape), value.offset, _array(value.tensor)]
+            arrays[name] = _array(value.tensor)  # keeps its place
+        else:
+            arrays[name] = _array(value.full_tensor() if isinstance(value, DTensor) else value)
+    gathered = comm.all_gather_object(pieces)
+    return {**arrays, **_joined(gathered)}
+
+
+def _joined(gathered: list[dict[str, list[Any]]]) -> Arrays:
+    whole: Arrays = {}
+    for pieces in gathered:
+        for name, (shape, offset, piece) in pieces.items():
+            if name not in whole:  # NaN: a hole must not look like a parameter
+                whole[name] = numpy.full(shape, numpy.nan, dtype=piece.dtype)
+            whole[name].reshape(-1)[offset : offset + piece.size] = piece.reshape(-1)
+    return whole
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy()
+
+
+def _checksum(arrays: Arrays) -> int:
+    total = 0
+    for name in sorted(arrays):
+        total = zlib.crc32(numpy.ascontiguousarray(arrays[name]).tobytes(), total)
+    return total
+
+
+@dataclass(frozen=True)
+class Watched(Strategy):
+    """``inner``, in everything; ``witness`` is shown the engine that it prepares."""
+
+    inner: Strategy
+    witness: Witness
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.inner.name
+
+    @property
+    def gradient_scale(self) -> float:  # type: ignore[override]
+        return self.inner.gradient_scale
+
+    def gradient_scale_on(self, world: World) -> float:
+        return self.inner.gradient_scale_on(world)
+
+    def needs_process_group(self, world: World) -> bool:
+        return self.inner.needs_process_group(world)
+
+    def comm_options(self, options: CommOptions) -> CommOptions:
+        return self.inner.comm_options(options)
+
+    def mesh(self, world: World) -> Mesh:
+        return self.inner.mesh(world)
+
+    def resolve(self, job: Job, comm: Communicator) -> Strategy:
+        return Watched(self.inner.resolve(job, comm), self.witness)
+
+    def prepare(self, job: Job, comm: Communicator) -> Engine:
+        engine = self.inner.prepare(job, comm)
+        scale = self.inner.gradient_scale_on(comm.world)
+        self.witness.sees(engine, comm, gradient_scale=scale)
+        return engine
