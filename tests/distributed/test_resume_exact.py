@@ -135,7 +135,7 @@ ON_TWO = {
     "ddp": ("sgd",),
     "zero1": ("sgd", "two"),
     "flat": ("adamw",),
-    "bucket-view": ("adamw",),
+    "own-gradients": ("adamw",),
     "fsdp": ("two",),
     "no-reshard": ("sgd",),
     "offload": ("two",),

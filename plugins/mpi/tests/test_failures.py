@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
 import uuid
 from dataclasses import replace
@@ -193,6 +194,35 @@ class TestLateness:
         text = str(caught.value)
         assert "rank 0 died with exit code 3" in text
         assert "rank 1 did not enter it" in text
+
+
+    def test_one_that_another_member_has_just_freed_may_leave_by_itself(self):
+        """Its main thread is no longer held, but has not left the call when its own watch ends."""
+
+        def case(comm):
+            from torsh_mpi.lane import Lane
+            from torsh_mpi.watch import Attendance, Watched
+
+            lane = Lane("freed", lambda name, error: error)
+            alone = Attendance(None, rank=0, ranks=[0, 1], name="freed")
+            watched = Watched(lane, alone, timeout_s=0.01, interrupt=lambda: False)
+            lane.enter("all_reduce")
+
+            def look():
+                for _ in range(2):
+                    watched.look()
+                    time.sleep(0.1)
+
+            looks = threading.Thread(target=look)
+            looks.start()
+            time.sleep(0.5)
+            lane.leave()
+            looks.join()
+            return str(lane.failure)
+
+        with RankPool(1, options=MPI) as pool:
+            (words,) = pool.run(case)
+        assert "rank 1 did not enter it" in words
 
 
 class TestDeath:

@@ -27,6 +27,8 @@ from torsh_trainer.comm.failures import CommunicationError
 NOTE_S = 1.0
 """A collective that takes longer is noted; at most a quarter of the timeout."""
 _TICK_S = 0.5
+_WAY_OUT_S = 5.0
+"""What a main thread that is no longer held needs at most to raise its error."""
 
 
 class Attendance:
@@ -156,8 +158,17 @@ class Watched:
         self._attendance.tell(error)
         self._lane.fail(error)
         endings.broke()
-        if not self._interrupt() and self._lane.direct:
+        if not self._interrupt() and self._lane.direct and not self._comes_out(number):
             _leave(error)
+
+    def _comes_out(self, number: int) -> bool:
+        """Whether the main thread leaves the call after all: another member may have freed it."""
+        end_s = time.monotonic() + _WAY_OUT_S
+        while time.monotonic() < end_s:
+            if self._lane.number != number or self._lane.current is None:
+                return True
+            time.sleep(0.01)
+        return False
 
 
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
