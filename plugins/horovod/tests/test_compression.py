@@ -63,7 +63,12 @@ def trainer(strategy: Strategy, compression: Any, options: CheckpointOptions) ->
 
 
 def run(comm: Any, made: Trainer, folder: Path, until: int | None = None) -> Leg:
-    return live(comm, made, folder, until=until)
+    # Imported here: the test process has no Horovod running.
+    import horovod.torch as hvd
+
+    leg = live(comm, made, folder, until=until)
+    assert not hvd.is_initialized(), "it ends with its engine"
+    return leg
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -23,7 +23,11 @@ SCENARIO = Scenario(optimizer="adamw", data=TinyData(steps=6))
 
 def script(comm: Any, file: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Saves amid training as Horovod's examples do; its losses afterwards, and its end."""
-    hvd = runtime.start(comm, {})
+    with runtime.start(comm, {}) as hvd:
+        return trained(hvd, file)
+
+
+def trained(hvd: Any, file: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     task = SCENARIO.task
     model = task.build_model()
     (optimizer,) = task.build_optimizers(list(model.named_parameters())).values()

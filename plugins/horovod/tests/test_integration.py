@@ -22,6 +22,8 @@ from torsh_trainer.testing.resuming import SentenceTask
 
 def script(world: Any, port: int, folder: Path) -> dict[str, Any]:
     """What a user writes."""
+    import horovod.torch as hvd
+
     os.chdir(folder)
     os.environ.update(torchrun_variables(world, port))
     integration = HorovodIntegration(HorovodIntegration.config_with_topk_compression(0.01))
@@ -47,15 +49,17 @@ def script(world: Any, port: int, folder: Path) -> dict[str, Any]:
         log_level="error",
         **integration.options,
     )
-    return {
+    answer = {
         "place": place,
+        "result": dict(trainer.fit().content),
         "inside": (integration.rank(), integration.size()),
         "local": (integration.local_rank(), integration.local_size()),
         "mean": mean.tolist(),
         "words": words,
         "again": again,
-        "result": dict(trainer.fit().content),
     }
+    integration.shutdown()
+    return {**answer, "runs": hvd.is_initialized()}
 
 
 def test_a_script_starts_horovod_and_trains_with_its_configuration(tmp_path):
@@ -68,6 +72,7 @@ def test_a_script_starts_horovod_and_trains_with_its_configuration(tmp_path):
         assert answer["mean"] == [0.5]
         assert f"this process is ({rank}, 2, {rank}, 2)" in answer["words"]
         assert "initialized already" in answer["again"]
+        assert not answer["runs"]
         assert (answer["result"]["strategy"], answer["result"]["steps"]) == ("horovod", 2)
 
 

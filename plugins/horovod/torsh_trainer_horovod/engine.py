@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torsh_trainer_horovod.strategy import Horovod
 
 Groups = int | list[list[nn.Parameter]] | None
-_NEVER = 2**31
+NEVER = 2**31
 """More backward passes than a step has."""
 
 
@@ -44,14 +44,28 @@ def compressed_engine(
     A method that sends anything but numbers to be added up cannot be a compressor of Horovod's
     optimizer, which adds up what it sends.
     """
-    wire = HorovodWire(comm, runtime.start(comm, knobs.variables))
-    reducer = reducer_for(compression, model, job, comm, wire)
+    running = runtime.start(comm, knobs.variables)
+    reducer = reducer_for(compression, model, job, comm, HorovodWire(comm, running.hvd))
     buckets = BuiltIn(
         bucket_cap_mb=knobs.fusion_threshold_mb or BuiltIn.bucket_cap_mb,
         find_unused_parameters=knobs.find_unused_parameters,
         broadcast_buffers=knobs.broadcast_buffers,
     )
-    return BuiltInEngine(buckets, job, comm, model=model, module=module, compressor=reducer)
+    return _CompressedEngine(
+        running, buckets, job, comm, model=model, module=module, compressor=reducer
+    )
+
+
+class _CompressedEngine(BuiltInEngine):
+    """``BuiltInEngine``, which lets go of Horovod when it is closed."""
+
+    def __init__(self, running: runtime.Running, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self._running = running
+
+    def close(self) -> None:
+        super().close()
+        self._running.close()
 
 
 class HorovodEngine(NativeEngine):
@@ -72,12 +86,13 @@ class HorovodEngine(NativeEngine):
         groups: Groups = None,
     ) -> None:
         self._knobs = knobs
-        hvd = runtime.start(comm, knobs.variables)
+        self._running = runtime.start(comm, knobs.variables)
+        hvd = self._running.hvd
         modules.share([*model.parameters(), *model.buffers()], comm)
         fp16 = "fp16" in (knobs.compression, job.precision.reduce)
         options = {
             "compression": hvd.Compression.fp16 if fp16 else hvd.Compression.none,
-            "op": hvd.Sum if knobs.op == "sum" else hvd.Average,
+            "op": {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[knobs.op],
             "gradient_predivide_factor": knobs.gradient_predivide_factor,
             "sparse_as_dense": knobs.sparse_as_dense,
         }
@@ -125,9 +140,14 @@ class HorovodEngine(NativeEngine):
         with self._reduced():  # the step that makes slots exist has nothing to reduce
             return super().state_template()
 
+    def close(self) -> None:
+        self._wait_for(NEVER)  # the hooks stay on a model that outlives its engine
+        super().close()
+        self._running.close()
+
     @contextlib.contextmanager
     def _without_sync(self) -> Iterator[None]:
-        self._wait_for(_NEVER)
+        self._wait_for(NEVER)
         try:
             yield
         finally:

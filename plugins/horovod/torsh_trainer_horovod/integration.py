@@ -57,7 +57,7 @@ class HorovodIntegration:
     def __init__(self, config: HorovodConfig) -> None:
         self.config = config
         self._comm: Communicator | None = None
-        self._hvd: Any = None
+        self._running: runtime.Running | None = None
 
     @staticmethod
     def default_config() -> HorovodConfig:
@@ -100,38 +100,44 @@ class HorovodIntegration:
             )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         comm = create(world, CommOptions(), device)
-        self._hvd = runtime.start(comm, self.config.strategy.variables)
+        self._running = runtime.start(comm, self.config.strategy.variables)
         self._comm = comm
 
     def rank(self) -> int:
         """This process's rank in Horovod; as the three below, after ``initialize``."""
-        return int(self._running.rank())
+        return int(self._hvd.rank())
 
     def size(self) -> int:
         """The number of processes."""
-        return int(self._running.size())
+        return int(self._hvd.size())
 
     def local_rank(self) -> int:
         """This process's number on its node."""
-        return int(self._running.local_rank())
+        return int(self._hvd.local_rank())
 
     def local_size(self) -> int:
         """The number of processes on this node."""
-        return int(self._running.local_size())
+        return int(self._hvd.local_size())
 
     def allreduce(self, tensor: Tensor, *, name: str) -> Tensor:
         """The mean of everybody's ``tensor``; ranks call it under one ``name``."""
-        mean: Tensor = self._running.allreduce(tensor, name=name)
+        mean: Tensor = self._hvd.allreduce(tensor, name=name)
         return mean
 
+    def shutdown(self) -> None:
+        """Ends Horovod in this process, once no engine trains with it either."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
     @property
-    def _running(self) -> Any:
-        if self._hvd is None:
+    def _hvd(self) -> Any:
+        if self._running is None:
             raise ConfigError(
                 "this HorovodIntegration is not initialized",
                 fix="call initialize(rank(), size(), local_rank(), local_size()) first",
             )
-        return self._hvd
+        return self._running.hvd
 
 
 def _world() -> World:

@@ -1,9 +1,12 @@
-"""Horovod's runtime in this process: started once, under whatever has started the process.
+"""Horovod's runtime in this process: it runs while somebody uses it, whatever started the process.
 
 Horovod reads its place, its rendezvous and its settings from the environment when it starts, and
 nowhere else. Under ``horovodrun`` all of it is there. Elsewhere rank 0 serves Horovod's own
 rendezvous and tells the others where, through the communicator that they have already. What is
 written to the environment is taken back: a process that this one starts is none of Horovod's.
+
+While it runs, a thread of Horovod's wakes up every ``HOROVOD_CYCLE_TIME`` (1 ms), for about a tenth
+of a core. So it ends with its last user.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +32,8 @@ log = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 GIVEN = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 """What horovodrun sets, with everything else that a process needs."""
+OVER = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+"""What says whether Horovod talks gloo or MPI."""
 TUNED = {"HOROVOD_FUSION_THRESHOLD": str(128 * 2**20), "HOROVOD_CYCLE_TIME": "1"}
 """What Horovod's autotune may change, with Horovod's defaults.
 
@@ -41,11 +47,17 @@ when Horovod is started anew and both are set by then.
 class _Process:
     """What of Horovod runs in this process, and what it cannot forget."""
 
+    users: int = 0
+    """How many have started it and not closed it."""
+
     variables: Mapping[str, str] | None = None
-    """The settings with which ``start`` has started it; None before that."""
+    """The settings with which ``start`` has started it; None where it does not run by ``start``."""
 
     server: Any = None
     """Rank 0's rendezvous, where it is ours."""
+
+    given: bool = False
+    """Whether horovodrun's rendezvous is used up: it serves one start."""
 
     tuned: set[str] = field(default_factory=set)
     """Those of ``TUNED`` that were ever set."""
@@ -54,36 +66,73 @@ class _Process:
 _process = _Process()
 
 
-def start(comm: Communicator, variables: Mapping[str, str]) -> Any:
-    """The module ``horovod.torch``, running among the members of ``comm`` with these settings.
+class Running:
+    """Horovod, which runs at least until ``close``; ``with`` gives the module and closes.
+
+    One that is dropped unclosed closes when it is collected.
+    """
+
+    def __init__(self, hvd: Any) -> None:
+        self.hvd = hvd
+        _process.users += 1
+        self._end = weakref.finalize(self, _leave, hvd)
+        self._end.atexit = False  # Horovod ends itself there
+
+    def close(self) -> None:
+        """Ends Horovod where nobody else uses it.
+
+        Not where a script or ``horovodrun`` has started it, and not where it could not be started
+        anew. Ranks do so in the same order, none waits for the others.
+        """
+        self._end()
+
+    def __enter__(self) -> Any:
+        return self.hvd
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def start(comm: Communicator, variables: Mapping[str, str]) -> Running:
+    """``horovod.torch``, running among the members of ``comm`` with these settings.
 
     Collective. Where it runs with other settings, it is started anew; where a script has started
     it, it is taken as it is.
 
     Raises:
-        ConfigError: Horovod runs among other processes than ``comm``.
+        ConfigError: Horovod runs among other processes than ``comm``, or in some of them.
         ResourceError: it does not start, or cannot be started anew.
     """
     # Imported here: it loads Horovod's libraries.
     import horovod.torch as hvd
 
-    if hvd.is_initialized() and _process.variables is None:
-        if variables:
-            log.warning("Horovod runs already: %s come too late", ", ".join(variables))
-        return _checked(hvd, comm)
-    if hvd.is_initialized() and all(comm.all_gather_object(variables == _process.variables)):
-        return _checked(hvd, comm)
-    again = _process.variables is not None
+    running = Running(hvd)  # from here on nobody else's end is Horovod's
+    variables = _telling(variables)
+    foreign = hvd.is_initialized() and _process.variables is None
+    same = hvd.is_initialized() and variables == _process.variables
+    everywhere: list[tuple[bool, bool]] = comm.all_gather_object((foreign, same))
+    if any(foreign for foreign, _ in everywhere):
+        _check_foreign([foreign for foreign, _ in everywhere], variables)
+    elif not all(same for _, same in everywhere):
+        _start(hvd, comm, variables)
+    _check_place(hvd, comm)
+    return running
+
+
+def _start(hvd: Any, comm: Communicator, variables: Mapping[str, str]) -> None:
     tuned = {name for name in TUNED if name in variables or name in os.environ} | _process.tuned
-    if again:
-        _check_anew(tuned)
-        _stop(hvd, comm)
-    # horovodrun's rendezvous serves one start.
-    given = GIVEN in os.environ and not again
-    _process.server, place = (None, {}) if given else _meet(comm)
+    _check_anew(tuned)
+    _stop(hvd)
+    given = GIVEN in os.environ and not _process.given
+    if comm.backend == "mpi" and hvd.mpi_built():
+        given, server, place = False, None, dict.fromkeys(OVER, "mpi")
+    else:
+        server, place = (None, {}) if given else _meet(comm)
     kept = {name: os.environ.get(name, TUNED[name]) for name in _process.tuned}
     with _environment({**place, **kept, **variables}):
         _process.tuned = tuned
+        _process.given = given or _process.given
+        _process.server = server
         try:
             hvd.init()
         except (RuntimeError, ValueError) as error:
@@ -92,7 +141,53 @@ def start(comm: Communicator, variables: Mapping[str, str]) -> Any:
                 fix="HOROVOD_LOG_LEVEL=debug says more",
             ) from error
     _process.variables = dict(variables)
-    return _checked(hvd, comm)
+    comm.barrier()  # who joins still asks rank 0's rendezvous, which may end from here on
+
+
+def _telling(variables: Mapping[str, str]) -> dict[str, str]:
+    """``variables`` without those of ``TUNED`` that say what Horovod does without them."""
+    if "HOROVOD_AUTOTUNE" in {**os.environ, **variables}:
+        return dict(variables)  # which varies those that are not set
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in TUNED or name in os.environ or float(value) != float(TUNED[name])
+    }
+
+
+def _leave(hvd: Any) -> None:
+    """One user less; with the last of them Horovod ends, see ``Running.close``."""
+    _process.users -= 1
+    ours = _process.variables is not None and not _process.given
+    if _process.users == 0 and ours and len(_process.tuned) < len(TUNED):
+        _stop(hvd)
+
+
+def _stop(hvd: Any) -> None:
+    """Ends Horovod in this process, and with it in the others, and rank 0's rendezvous."""
+    hvd.shutdown()
+    _process.variables = None
+    if _process.server is not None:
+        # Beside, for it waits half a second for its thread.
+        threading.Thread(target=_end, args=(_process.server,), daemon=True).start()
+        _process.server = None
+
+
+def _end(server: Any) -> None:
+    server.shutdown()
+    server.server_close()
+
+
+def _check_foreign(foreign: list[bool], variables: Mapping[str, str]) -> None:
+    """Raises ConfigError where a script has started Horovod in some processes alone."""
+    if not all(foreign):
+        raise ConfigError(
+            f"a script has started Horovod on rank {foreign.index(True)} and not on rank "
+            f"{foreign.index(False)}",
+            fix="call hvd.init() in all processes of this run, or leave it to strategy=horovod",
+        )
+    if variables:
+        log.warning("Horovod runs already: %s come too late", ", ".join(variables))
 
 
 def _check_anew(tuned: set[str]) -> None:
@@ -105,16 +200,7 @@ def _check_anew(tuned: set[str]) -> None:
         )
 
 
-def _stop(hvd: Any, comm: Communicator) -> None:
-    """Ends Horovod in all processes of ``comm``, and rank 0's rendezvous after it. Collective."""
-    hvd.shutdown()
-    comm.barrier()
-    if _process.server is not None:
-        _process.server.shutdown()
-        _process.server.server_close()
-
-
-def _checked(hvd: Any, comm: Communicator) -> Any:
+def _check_place(hvd: Any, comm: Communicator) -> None:
     mine, theirs = (comm.world.rank, comm.world.size), (hvd.rank(), hvd.size())
     if mine != theirs:
         raise ConfigError(
@@ -122,7 +208,6 @@ def _checked(hvd: Any, comm: Communicator) -> Any:
             f"{theirs[1]}",
             fix="start Horovod in the processes of this run, or leave it to strategy=horovod",
         )
-    return hvd
 
 
 @contextlib.contextmanager

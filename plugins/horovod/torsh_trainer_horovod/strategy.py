@@ -17,7 +17,7 @@ from torsh_trainer.strategies.single import computing
 from torsh_trainer.world import World
 from torsh_trainer_horovod.settings import variables_of
 
-OPS = ("average", "sum")
+OPS = ("average", "sum", "adasum")
 COMPRESSIONS = ("none", "fp16")
 LEAST = {
     "fusion_threshold_mb": 0,
@@ -50,7 +50,8 @@ class Horovod(Strategy):
 
     ``compression`` fp16 rounds gradients to fp16 on the wire (Horovod's Compression.fp16).
     ``backward_passes_per_step`` sums so many backward passes instead of averaging them, and ``op``
-    sum adds gradients up over ranks instead of averaging them: both multiply the gradient.
+    sum adds gradients up over ranks instead of averaging them: both multiply the gradient. ``op``
+    adasum, with Horovod built and running on MPI, combines the ranks' own steps, see ``adasum``.
     ``gradient_predivide_factor`` splits the division by the number of ranks into one before and
     one after the sum. ``groups`` reduces parameters in so many groups, or in the groups of names
     given. ``sparse_as_dense`` makes the sparse gradients of embeddings dense on the wire.
@@ -95,17 +96,13 @@ class Horovod(Strategy):
                 raise ConfigError(
                     f"strategy.{knob}={value} is below {least}", fix=f"give {least} or more"
                 )
-        if self.op == "adasum":
-            raise self.refuse(
-                "op=adasum, which Horovod does on MPI or between GPUs alone",
-                use="set strategy.op=average",
-            )
         for knob, known in (("op", OPS), ("compression", COMPRESSIONS)):
             word = getattr(self, knob)
             if word not in known:
                 raise ConfigError(f"strategy.{knob}={word} is unknown", fix=nearest(word, known))
         self._check_groups()
         self._check_predivide()
+        self._check_adasum()
 
     def _check_groups(self) -> None:
         if self.groups is None:
@@ -146,6 +143,13 @@ class Horovod(Strategy):
                     fix="drop one of them",
                 )
 
+    def _check_adasum(self) -> None:
+        for knob in ("groups", "sparse_as_dense", "find_unused_parameters"):
+            if self.op == "adasum" and getattr(self, knob):
+                raise ConfigError(
+                    f"strategy.{knob} does nothing with strategy.op=adasum", fix="drop one of them"
+                )
+
     def gradient_scale_on(self, world: World) -> float:
         ranks = world.size if self.op == "sum" else 1
         return float(self.backward_passes_per_step * ranks)
@@ -162,6 +166,7 @@ class Horovod(Strategy):
         _check_installed()
         self._check_job(job)
         # Imported late: it loads Horovod, which is not there on a machine that only composes.
+        from torsh_trainer_horovod.adasum import adasum_engine
         from torsh_trainer_horovod.engine import HorovodEngine, compressed_engine
 
         knobs = compressing(self, job, comm)
@@ -173,6 +178,8 @@ class Horovod(Strategy):
         modules.compiled(job, [module])
         if knobs is not None:
             return compressed_engine(self, knobs, job, comm, model=model, module=module)
+        if self.op == "adasum":
+            return adasum_engine(self, job, comm, model=model, module=module)
         return HorovodEngine(self, job, comm, model=model, module=module, groups=groups)
 
     def _check_compression(self, knobs: Compressing) -> None:
