@@ -46,6 +46,7 @@ CONTENDERS = (
     Contender("ToRSh Trainer, strategy=gloo", "gloo", Gloo()),
     Contender("ToRSh Trainer, strategy=ddp comm=mpi", "mpi", DDP()),
     Contender("ToRSh Trainer, strategy=mpi", "mpi", MPI()),
+    Contender("ToRSh Trainer, strategy=mpi, zero1", "mpi", MPI(zero1=True)),
 )
 
 

@@ -16,6 +16,6 @@ class TestGlooInSmallBuckets(StrategyContract):
     for_unused = Gloo(bucket_cap_mb=0.0005, find_unused_parameters=True)
 
 
-class TestGlooWithoutOverlap(StrategyContract):
-    strategy = Gloo(overlap=False, find_unused_parameters=True)
+class TestGlooWithoutOverlapAndWithZero1(StrategyContract):
+    strategy = Gloo(overlap=False, find_unused_parameters=True, zero1=True)
     world_sizes = (2,)

@@ -161,6 +161,17 @@ class Communicator(abc.ABC):
         """
         return False
 
+    def make_stage(self, count: int, dtype: torch.dtype) -> None:  # noqa: B027 - few have a use
+        """Says that tensors of so many elements will be reduced again and again; collective."""
+
+    def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """``count`` zeros that members have together: what one of them writes, all read.
+
+        Collective. None, on every member, where there is no such memory. It has no locks: a barrier
+        lies between who writes and who reads.
+        """
+        return None
+
     def place(self, tensor: Tensor) -> Tensor:
         """``tensor`` on the device on which this communicator works."""
         return tensor.to(self.device)

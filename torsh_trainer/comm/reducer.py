@@ -193,7 +193,7 @@ class Bucket:
         offset = 0
         for parameter in parameters:
             part = self.flat[offset : offset + parameter.numel()]
-            self._views[parameter] = _like(parameter, part)
+            self._views[parameter] = like(parameter, part)
             offset += parameter.numel()
         self.missing = set(self.parameters)
 
@@ -265,7 +265,7 @@ def share(tensors: Iterable[Tensor], comm: Communicator) -> None:
             tensor.copy_(part.view(tensor.shape))
 
 
-def _like(parameter: Tensor, part: Tensor) -> Tensor:
+def like(parameter: Tensor, part: Tensor) -> Tensor:
     """``part`` in the shape of ``parameter``, and in its order in memory where it has no holes."""
     strides = torch.empty_like(parameter, device="meta").stride()
     return part.as_strided(parameter.shape, strides, part.storage_offset())

@@ -178,6 +178,20 @@ class TorchCommunicator(Communicator):
         ask = getattr(self.process_group, "shares", None)
         return ask is not None and self.device.type == "cpu" and bool(ask(count))
 
+    @_collective
+    def make_stage(self, count: int, dtype: torch.dtype) -> None:
+        make = getattr(self.process_group, "make_stage", None)
+        if make is not None and self.device.type == "cpu":
+            make(count, dtype)
+
+    @_collective
+    def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        make = getattr(self.process_group, "shared_by_all", None)
+        if make is None or self.device.type != "cpu":
+            return None
+        common: Tensor | None = make(count, dtype)
+        return common
+
     # -- control --------------------------------------------------------------------------------
 
     @_collective

@@ -6,7 +6,7 @@ Every process holds the whole model; ``torsh_trainer.comm.reducer`` sums the gra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -17,10 +17,20 @@ from torsh_trainer.comm.compression.reducer import GradientReducer, Slot
 from torsh_trainer.comm.reducer import Bucket, BucketReducer, Reduce
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
-from torsh_trainer.strategies.base import Engine, Job, LossReport, Mesh, MicroBatch, Strategy
+from torsh_trainer.strategies.base import (
+    Clip,
+    Engine,
+    Job,
+    LossReport,
+    Mesh,
+    MicroBatch,
+    StepOutcome,
+    Strategy,
+)
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
 from torsh_trainer.strategies.native import DTYPES, NativeEngine
 from torsh_trainer.strategies.single import computing
+from torsh_trainer.strategies.zero1 import CommonParameters, Wrap, sharded
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
@@ -32,7 +42,9 @@ class BuiltIn(Strategy):
     ``bucket_cap_mb`` is the size of a gradient bucket in MiB; a larger parameter is a bucket of its
     own. ``overlap`` false communicates after the whole backward instead of during it.
     ``find_unused_parameters`` allows parameters without a gradient, at the price of one small
-    reduction a step. ``broadcast_buffers`` takes rank 0's buffers before every forward.
+    reduction a step. ``broadcast_buffers`` takes rank 0's buffers before every forward. ``zero1``
+    cuts the optimizer's state and step over processes; where these share memory (mpi, one host) the
+    parameters lie there, once for all of them.
     """
 
     backend: ClassVar[str]
@@ -40,6 +52,7 @@ class BuiltIn(Strategy):
     overlap: bool = True
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
+    zero1: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb <= 0:
@@ -117,6 +130,12 @@ class BuiltInEngine(NativeEngine):
         module: nn.Module,
         compressor: GradientReducer | None = None,
     ) -> None:
+        self._common = None
+        wrap: Wrap = lambda optimizer: optimizer  # noqa: E731 - the null wrapper
+        if knobs.zero1 and comm.world.size > 1:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self._common = CommonParameters.of(trained, comm)
+            wrap = sharded(comm) if self._common is None else self._common.wrap(comm)
         super().__init__(
             job,
             comm,
@@ -124,6 +143,7 @@ class BuiltInEngine(NativeEngine):
             module=module,
             eval_module=module,
             averaging_ranks=1 if compressor is None else comm.world.size,
+            wrap_optimizer=wrap,
             compression=compressed(compressor, model, as_in_memory=True),
         )
         self._knobs = knobs
@@ -175,10 +195,25 @@ class BuiltInEngine(NativeEngine):
         finally:
             self._reducer.factor = 1.0
 
+    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+        if self._common is not None:
+            self.comm.barrier()  # a task may still read parameters after its backward
+        return super().step_one(name, clip)
+
+    @contextlib.contextmanager
+    def _evaluating(self, *, averaged: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if averaged and self._common is not None:
+                stack.enter_context(self._common.private())  # the averages are put in their place
+            stack.enter_context(super()._evaluating(averaged=averaged))
+            yield
+
     def close(self) -> None:
         if self._reducer is not None:
             self._reducer.close()
         super().close()
+        if self._common is not None:
+            self._common.leave()
 
     def _without_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._reducer is None else self._reducer.without_sync()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.hook import refuse_unused, register
@@ -33,6 +32,7 @@ from torsh_trainer.strategies.compressing import compressed, compressing, reduce
 from torsh_trainer.strategies.native import DTYPES, NativeEngine
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
+from torsh_trainer.strategies.zero1 import sharded
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
@@ -131,7 +131,7 @@ class DDPEngine(NativeEngine):
             eval_module=module,
             averaging_ranks=comm.world.size,
             gradient_scale=knobs.gradient_scale,
-            wrap_optimizer=_sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
+            wrap_optimizer=sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
             compression=compressed(reducer, model, as_in_memory=knobs.overlap),
         )
         self._reduce_dtype = DTYPES[job.precision.reduce]
@@ -298,28 +298,6 @@ def _reduce_in(state: tuple[Any, DTypeName], bucket: Any) -> torch.futures.Futur
         return full.copy_(future.value()[0])
 
     return work.get_future().then(restore)
-
-
-def _sharded(comm: Communicator) -> Any:
-    def wrap(optimizer: Optimizer) -> Optimizer:
-        # Imported here: it pulls in torch.distributed.optim, which no other run needs.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        # AdamW keeps a default of its own that its constructor does not take.
-        known = inspect.signature(type(optimizer)).parameters
-        options = {k: v for k, v in optimizer.defaults.items() if k in known}
-        groups = [
-            {k: v for k, v in group.items() if k != "param_names"}
-            for group in optimizer.param_groups
-        ]
-        return ZeroRedundancyOptimizer(
-            groups,
-            optimizer_class=type(optimizer),
-            process_group=comm.process_group,
-            **options,
-        )
-
-    return wrap
 
 
 def _buckets(gradients: Sequence[Tensor], cap_mb: float) -> Iterator[list[Tensor]]:

@@ -1,11 +1,12 @@
-"""DDP's gradient buckets averaged in memory that the members share, where a backend has it.
+"""DDP's gradient buckets averaged through memory that the members share, where a backend has it.
 
-DDP allocates its buckets itself, but takes what a communication hook returns, wherever that lies.
-The hook writes each bucket, divided as DDP would divide it, to where all members reach it.
+DDP allocates its buckets itself, outside that memory. There each member puts what the others add
+up, and takes what they have added: DDP finds the mean in its own bucket, and has nothing to copy.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -21,44 +22,50 @@ def share_buckets(ddp: DistributedDataParallel, comm: Communicator) -> None:
     """Registers the hook if members of ``comm`` share memory; collective."""
     most = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
     if comm.shares(most):
+        hook = _SharedBuckets(comm, overlaps=_spare_processors(comm))
         # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
-        ddp.register_comm_hook(_SharedBuckets(comm), lambda hook, bucket: hook(bucket))
+        ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+
+
+def _spare_processors(comm: Communicator) -> bool:
+    """Whether members, who are on one host, have more processors than threads that compute."""
+    if not hasattr(os, "sched_getaffinity"):
+        return True
+    told = comm.all_gather_object((os.sched_getaffinity(0), torch.get_num_threads()))
+    return len(set().union(*(own for own, _ in told))) > sum(threads for _, threads in told)
 
 
 class _SharedBuckets:
     """A hook of DDP, which calls it for the same buckets in the same order on every rank.
 
-    DDP has copied a result into the gradients when its backward ends, so the next one may take its
-    place. Buckets change when DDP lays out new ones; what is no longer needed is then let go.
+    Without ``overlaps`` the buckets wait for the last one. Where every processor computes, another
+    thread would take it from the backward that it runs beside.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
         self._comm = comm
-        self._shared: dict[int, Tensor | None] = {}
-        self._sizes: dict[int, tuple[int, torch.dtype]] = {}
+        self._overlaps = overlaps
+        self._known: set[tuple[int, torch.dtype]] = set()
+        self._waiting: list[tuple[Tensor, Future[Tensor]]] = []
 
     @torch.no_grad()
     def __call__(self, bucket: Any) -> Future[Tensor]:
         flat = bucket.buffer()
-        dense = flat.layout is torch.strided  # what is not, the backend itself takes or refuses
-        shared = self._place(bucket.index(), flat) if dense else None
-        mean = flat if shared is None else shared
-        torch.mul(flat, 1.0 / self._comm.world.size, out=mean)
-        if bucket.is_last():  # it is waited for at once: cheapest in this thread
-            self._comm.all_reduce(mean)
-            future: Future[Tensor] = Future()
-            future.set_result(mean)
-            return future
-        work = dist.all_reduce(mean, group=self._comm.process_group, async_op=True)
-        assert work is not None, "async_op gives one"
-        return work.get_future().then(lambda ended: ended.value()[0])
-
-    def _place(self, index: int, flat: Tensor) -> Tensor | None:
-        """Where members reach what will be the mean of ``flat``; None where it is too small."""
         size = flat.numel(), flat.dtype
-        if self._sizes.get(index) != size:
-            self._sizes[index] = size
-            self._shared.pop(index, None)
-            shares = self._comm.shares(flat.numel())
-            self._shared[index] = self._comm.zeros(*size) if shares else None
-        return self._shared[index]
+        if size not in self._known:
+            self._known.add(size)
+            self._comm.make_stage(*size)
+        if self._overlaps and not bucket.is_last():
+            work = dist.all_reduce(flat, dist.ReduceOp.AVG, self._comm.process_group, async_op=True)
+            assert work is not None, "async_op gives one"
+            return work.get_future().then(lambda ended: ended.value()[0])
+        future: Future[Tensor] = Future()
+        if bucket.index() == 0:
+            self._waiting.clear()  # what a backward that failed has left
+        self._waiting.append((flat, future))
+        if bucket.is_last():  # DDP waits from here on: cheapest in this thread
+            for waiting, promise in self._waiting:
+                self._comm.all_reduce(waiting, op="mean")
+                promise.set_result(waiting)
+            self._waiting.clear()
+        return future

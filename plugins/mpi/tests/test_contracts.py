@@ -36,6 +36,14 @@ class TestBuiltIn(StrategyContract):
     for_unused = builtin.MPI(find_unused_parameters=True)
 
 
+class TestBuiltInWithZero1(StrategyContract):
+    """The parameters lie in memory that the ranks share, and each steps its own."""
+
+    strategy = builtin.MPI(zero1=True, find_unused_parameters=True)
+    comm_options = MPI
+    world_sizes = (2,)
+
+
 class TestFSDP(StrategyContract):
     world_sizes = (2,)
     strategy = FSDP()

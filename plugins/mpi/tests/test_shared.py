@@ -27,6 +27,7 @@ from torsh_trainer.comm import create
 from torsh_trainer.comm.reducer import BucketReducer
 from torsh_trainer.errors import WorkerError
 from torsh_trainer.launchers.base import LaunchContext
+from torsh_trainer.strategies import builtin, shared_buckets
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.testing.cases import Driver
@@ -101,16 +102,23 @@ def beyond_the_first() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def trained(comm, options, *, hooked=False):
-    """Bits of every step, how many buckets lie in the room, and whether they were laid out anew."""
+def trained(comm, options, *, spare=None):
+    """Bits of every step, how many sizes of bucket are staged, and whether they were laid out anew.
+
+    ``spare`` None is DDP by itself, else whether there are processors to spare for the hook.
+    """
     torch.manual_seed(0)
     wide = [torch.nn.Linear(600, 600) for _ in range(3)]
     model = torch.nn.Sequential(*wide, torch.nn.Linear(600, 3))
     ddp = DistributedDataParallel(Sometimes(model), bucket_cap_mb=1.5, **options)
     room = comm.process_group._channel.room()
-    before = len(room._placed)
-    if hooked:
-        share_buckets(ddp, comm)
+    room._whole.clear()
+    if spare is not None:
+        found, shared_buckets._spare_processors = shared_buckets._spare_processors, lambda _: spare
+        try:
+            share_buckets(ddp, comm)
+        finally:
+            shared_buckets._spare_processors = found
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     x = values(comm.world.rank, 8 * 600, torch.float32).view(8, 600)
     states = []
@@ -123,7 +131,7 @@ def trained(comm, options, *, hooked=False):
         optimizer.step()
         optimizer.zero_grad(set_to_none=step != 2)
         states.append([bits(p.detach()) for p in ddp.parameters()])
-    return states, len(room._placed) - before, ddp._has_rebuilt_buckets
+    return states, len(room._whole), ddp._has_rebuilt_buckets
 
 
 class Sometimes(torch.nn.Module):
@@ -308,7 +316,7 @@ class TestRoom:
         assert shared(2, options=MPI).run(case) == [(True, [True, True])] * 2
 
     @pytest.mark.parametrize("size", SIZES)
-    def test_buckets_of_ddp_are_averaged_in_the_room_to_the_same_bits(self, size):
+    def test_buckets_of_ddp_are_averaged_through_the_room_to_the_same_bits(self, size):
         """As DDP averages them itself: laid out anew, in parts, of parameters that are not used."""
         ways = ("", "static_graph", "gradient_as_bucket_view", "find_unused_parameters")
 
@@ -318,8 +326,9 @@ class TestRoom:
                 options = {way: True} if way else {}
                 with no_messages(messages=True):
                     plain, _, _ = trained(comm, options)
-                    hooked, places, rebuilt = trained(comm, options, hooked=True)
-                found[way] = plain == hooked, places, rebuilt
+                    hooked, places, rebuilt = trained(comm, options, spare=False)
+                    beside, _, _ = trained(comm, options, spare=True)
+                found[way] = plain == hooked == beside, places, rebuilt
             return found
 
         for found in shared(size, options=MPI).run(case):
@@ -327,7 +336,7 @@ class TestRoom:
                 # find_unused_parameters keeps the first layout, which has more than one bucket.
                 assert (same, places > 1, rebuilt) == (True, True, way != ways[-1]), (way, found)
 
-    def test_the_engine_of_ddp_has_its_buckets_averaged_there(self):
+    def test_the_engine_of_ddp_has_its_buckets_averaged_through_it(self):
         """Not when it communicates after backward, in buckets of its own."""
         kinds = (DDP(overlap=False), DDP())
 
@@ -337,10 +346,10 @@ class TestRoom:
             found = []
             try:
                 for kind in kinds:
-                    before = len(room._placed)
+                    room._whole.clear()
                     driver = Driver(comm, kind, Scenario())
                     driver.step(0, Outcome())
-                    found.append(len(room._placed) - before)
+                    found.append(len(room._whole))
                     driver.engine.close()
             finally:
                 channel.MIN_COUNT = limit
@@ -348,6 +357,65 @@ class TestRoom:
 
         for afterwards, overlapping in shared(2, options=MPI).run(case):
             assert (afterwards, overlapping > 0) == (0, True)
+
+    def test_parameters_of_zero1_are_one_memory_and_each_rank_has_a_part_of_the_state(self):
+        """Whoever evaluates the average, or is at the end, has parameters of its own."""
+        kind = builtin.MPI(zero1=True)
+
+        def case(comm):
+            driver = Driver(comm, kind, replace(Scenario(), optimizer="adamw", ema_decay=0.5))
+            engine, outcome = driver.engine, Outcome()
+            for number in range(2):
+                driver.step(number, outcome)
+            weight = next(engine.model.parameters())
+            value, main = weight.detach().clone(), comm.world.is_main
+
+            def reaches():
+                """Whether a rank sees what rank 0 writes."""
+                before = weight.detach().clone()
+                comm.barrier()
+                if main:
+                    weight.data.fill_(7.0)
+                comm.barrier()
+                seen = bool((weight == 7.0).all())
+                comm.barrier()
+                weight.data.copy_(before)
+                comm.barrier()
+                return seen
+
+            within = reaches()
+            with engine._evaluating(averaged=True):
+                averaged, alone = weight.detach().clone(), reaches()
+            back = torch.equal(weight, value) and not torch.equal(averaged, value)
+            held = {id(p) for o in engine.optimizers.values() for p in o.state}
+            names = {n for n, p in engine.model.named_parameters() if id(p) in held}
+            engine.close()
+            return within, alone, back, reaches(), names, averaged.tolist()
+
+        first, second = shared(2, options=MPI).run(case)
+        assert first[:4] == (True, True, True, True)
+        assert second[:4] == (True, False, True, False)
+        assert first[4]
+        assert second[4]
+        assert not first[4] & second[4]
+        assert first[5] == second[5], "the average"
+
+    def test_who_meets_somebody_who_reduces_is_told(self):
+        def case(comm):
+            comm.process_group._channel.room()
+            beyond_the_first()
+            try:
+                if comm.world.rank:
+                    dist.all_reduce(torch.ones(STAGED_COUNT))
+                else:
+                    dist.barrier()
+            except RuntimeError as error:
+                return str(error)
+            return ""
+
+        with RankPool(2, options=MPI) as pool:
+            for words in pool.run(case):
+                assert "rank 0: barrier; rank 1: all_reduce of" in words
 
     def test_who_waits_sleeps(self):
         def case(comm):

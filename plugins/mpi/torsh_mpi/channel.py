@@ -143,6 +143,17 @@ class Channel:
         """Whether ``zeros`` of so many elements have such a place; the same on every member."""
         return self.room() is not None and count >= MIN_COUNT
 
+    def stage(self, count: int, dtype: torch.dtype) -> None:
+        """Makes ready for reducing tensors of so many elements again and again."""
+        room = self.room()
+        if count >= MIN_COUNT and room is not None:
+            room.stage(count, dtype)
+
+    def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """``count`` zeros that all members read and write, or None on all of them."""
+        room = self.room()
+        return None if room is None else room.common(count, dtype)
+
     def room(self) -> Room | None:
         """Where members on one host meet; opened, by all together, when it is first wanted."""
         if self._agreement is not None:
@@ -224,7 +235,10 @@ class Channel:
 
     def barrier(self) -> None:
         """Returns once every member has called it."""
-        self.comm.Barrier()
+        if self._room is None:
+            self.comm.Barrier()
+        else:
+            self._room.meet()
 
     # -- one to one -----------------------------------------------------------------------------
 

@@ -387,6 +387,20 @@ class MpiGroup(_TorchGroup):
         self._lane.run(call)
         return answers[0]
 
+    def make_stage(self, count: int, dtype: torch.dtype) -> None:
+        """Has tensors of so many elements, wherever they lie, reduced in shared memory. Collective.
+
+        Takes as much memory as the largest of them for as long as the group lives.
+        """
+        self._lane.run(Call("make_stage", lambda: self._channel.stage(count, dtype), ()))
+
+    def shared_by_all(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """``count`` zeros in one memory of all members on one host; elsewhere None. Collective."""
+        made: list[Tensor | None] = []
+        call = Call("shared_by_all", lambda: made.append(self._channel.common(count, dtype)), ())
+        self._lane.run(call)
+        return made[0]
+
     # Names that torch before 2.13 calls, and some of its code still does.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced

@@ -37,7 +37,7 @@ MIN_COUNT = 1 << 15
 STAGED_COUNT = 1 << 22
 """From so many elements on any other tensor is, too."""
 STAGE_BYTES = 1 << 20
-"""Of each member, for tensors that are not in the room."""
+"""Of each member, for tensors that are not in the room; more where larger ones are announced."""
 PIECE = 1 << 16
 """Elements that are added up at once: what was written is still in the cache when it is copied."""
 _SPIN_S = 200e-6
@@ -70,6 +70,7 @@ class Room:
         self._placed: dict[int, Segments] = {}  # those whose tensor is still in use
         self._count = 0
         self._counts: set[int] = set()  # the same on every member, unlike what is still in use
+        self._whole: set[int] = set()  # bytes of tensors that go through the stage in one part
 
     def wants(self, count: int) -> bool:
         """Whether members meet here to reduce ``count`` elements; all of them say the same."""
@@ -86,6 +87,23 @@ class Room:
         self._placed[self._count] = segments
         return tensor
 
+    def stage(self, count: int, dtype: torch.dtype) -> None:
+        """Has tensors of so many elements go through the stage in one part: collective."""
+        size = count * dtype.itemsize
+        if size > self._stage.stride:
+            stage = _segments(self._comm, size)
+            if stage is None:
+                return
+            self._stage = stage
+        self._whole.add(size)
+        self._counts.add(count)
+
+    def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        """``count`` zeros in one memory of all members, or None on all of them: collective."""
+        size = max(1, count) * dtype.itemsize
+        memory = _in_memory(self._comm, size, lambda descriptor: mmap.mmap(descriptor, size))
+        return None if memory is None else torch.frombuffer(memory, dtype=dtype, count=count)
+
     @torch.inference_mode()  # a tensor may be written whatever autograd wants with it
     def all_reduce(self, tensor: Tensor, kind: str) -> bool:
         """Reduces a contiguous ``tensor`` over all members, in place, to the same bits on each.
@@ -99,12 +117,13 @@ class Room:
         flat = tensor.view(-1)
         count, dtype = flat.numel(), flat.dtype
         place, offset = self._find(flat)
-        parts = flat.split(STAGE_BYTES // dtype.itemsize)
-        staged = count >= STAGED_COUNT
+        whole = flat.nbytes in self._whole
+        parts = (flat,) if whole else flat.split(STAGE_BYTES // dtype.itemsize)
+        staged = whole or count >= STAGED_COUNT
         if staged and place == _OUTSIDE:
             self._stage.copy_in(parts[0])
         said = self.gate.arrive(Said(place, offset, count, CODES[dtype, kind]))
-        if any(words[2:] != said[0][2:] for words in said):
+        if _differ(said):
             raise self._agreement.mismatch(described("all_reduce", tensor, kind))
         if place != _OUTSIDE and said.count(said[0]) == len(said):
             self._placed[place].reduce(flat, offset, kind)
@@ -113,6 +132,16 @@ class Room:
         if staged:
             self._through_stage(parts, kind, mixed=any(w.place != _OUTSIDE for w in said))
         return staged
+
+    def meet(self) -> None:
+        """Returns when every member has called it.
+
+        Raises:
+            Interrupted: the wait for the others was broken off.
+            MismatchError: they reduce something.
+        """
+        if _differ(self.gate.arrive(_NOTHING)):
+            raise self._agreement.mismatch("barrier")
 
     def _through_stage(self, parts: tuple[Tensor, ...], kind: str, *, mixed: bool) -> None:
         """Part by part; the first is there already, unless some member's lies in the room."""
@@ -141,6 +170,14 @@ class Said(NamedTuple):
     offset: int
     elements: int
     code: int
+
+
+_NOTHING = Said(_OUTSIDE, 0, 0, -1)
+
+
+def _differ(said: list[Said]) -> bool:
+    """Whether members do not do the same; where their tensors lie is their own affair."""
+    return any(words[2:] != said[0][2:] for words in said)
 
 
 class Segments:
@@ -230,9 +267,10 @@ class Gate:
         self._rank = rank
         self._members = members
         self._spin_s = spin_s
+        self._turn = 0
         self._memory = mmap.mmap(descriptor, self.size(members))
         self._start = ctypes.c_char.from_buffer(self._memory)
-        first = ctypes.addressof(self._start) + _LINE * (1 + members)
+        first = ctypes.addressof(self._start) + _LINE * (1 + 2 * members)
         every = [ctypes.c_void_p(first + _LINE * member) for member in range(members)]
         self._mine = every[rank]
         self._others = every[:rank] + every[rank + 1 :]
@@ -242,21 +280,23 @@ class Gate:
 
     @staticmethod
     def size(members: int) -> int:
-        """Bytes: a line for the mark of an end, and two for each member's words and semaphore."""
-        return _LINE * (1 + 2 * members)
+        """Bytes: a line for the mark of an end; for each member two of words, and a semaphore."""
+        return _LINE * (1 + 3 * members)
 
     def arrive(self, said: Said | None = None) -> list[Said]:
         """Returns when all have arrived, with what each of them has said.
 
         A collective begins with a meeting in which something is said, and that may take long. In
         the others nothing is said, and nobody is far: they are worth a look before sleeping. What
-        was said stays until the next meeting is over.
+        is said next goes elsewhere: not everybody may have read this by then.
 
         Raises:
             Interrupted: somebody broke it off.
         """
+        begin = _LINE * (1 + self._turn * self._members)
         if said is not None:
-            _WORDS.pack_into(self._memory, _LINE * (1 + self._rank), *said)
+            _WORDS.pack_into(self._memory, begin + _LINE * self._rank, *said)
+            self._turn = 1 - self._turn
         self._check()
         for other in self._others:
             _libc.sem_post(other)
@@ -269,7 +309,7 @@ class Gate:
         self._check()
         if said is None:
             return []
-        places = range(_LINE, _LINE * (1 + self._members), _LINE)
+        places = range(begin, begin + _LINE * self._members, _LINE)
         return [Said(*_WORDS.unpack_from(self._memory, place)) for place in places]
 
     def break_off(self) -> bool:
