@@ -39,6 +39,7 @@ from torsh_trainer.loop import Cadence, Loop, Position
 from torsh_trainer.pace import Pace
 from torsh_trainer.resume import Resumption
 from torsh_trainer.rundir import RunDir
+from torsh_trainer.schedule.base import Schedule
 from torsh_trainer.stopping import Limits
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Mesh, Strategy
 from torsh_trainer.task import Task, parameter_count
@@ -105,7 +106,7 @@ class Rank:
         run_dir: Path,
         began: float,
     ) -> None:
-        self.trainer = trainer
+        self.trainer = trainer = completed(trainer, strategy, dp_size=mesh.dp)
         self.world = world
         self.comm = comm
         self.mesh = mesh
@@ -547,6 +548,41 @@ def setup_of(trainer: Trainer, task: Task, job: Job, *, total_steps: int | None)
         "trainer.compile": trainer.compile,
         "trainer.deterministic": trainer.deterministic,
     }
+
+
+def completed(trainer: Trainer, strategy: Strategy, *, dp_size: int) -> Trainer:
+    """With what the strategy's own configuration brings, where the run says nothing.
+
+    Raises:
+        ConfigError: batch sizes of the two do not divide.
+    """
+    schedule, loading = trainer.schedule, trainer.loading
+    silent = schedule is None or (isinstance(schedule, Schedule) and schedule.constant)
+    brought = dict(strategy.brings(schedule=None if silent or schedule is None else schedule.name))
+    trainer = replace(trainer, schedule=brought.pop("schedule", schedule))
+    sizes: dict[str, int | None] = {
+        "batch_size": loading.batch_size,
+        "micro_batch_size": loading.micro_batch_size,
+        "accumulate": trainer.accumulate,
+    }
+    taken = {}
+    for name in sizes:
+        # Two of them say it all.
+        if sizes[name] is None and name in brought and list(sizes.values()).count(None) > 1:
+            sizes[name] = taken[name] = brought[name]
+    if not taken:
+        return trainer
+    batch_size, micro_batch_size, accumulate = sizes.values()
+    loading = replace(loading, batch_size=batch_size, micro_batch_size=micro_batch_size)
+    try:
+        batch_numbers(loading, accumulate=accumulate, dp_size=dp_size)
+    except ConfigError as error:
+        what = ", ".join(f"{name}={value}" for name, value in taken.items())
+        raise ConfigError(
+            f"strategy={strategy.name} brings {what} in its configuration: {error.sentence}",
+            fix=error.fix,
+        ) from error
+    return replace(trainer, loading=loading, accumulate=accumulate)
 
 
 def job_of(trainer: Trainer, task: Task, mesh: Mesh, *, saved: Mapping[str, Any]) -> Job:

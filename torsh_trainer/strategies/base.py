@@ -283,6 +283,17 @@ class Strategy(abc.ABC):
             Unsupported: an option that ``job`` asks for cannot be honoured here.
         """
 
+    def brings(self, *, schedule: str | None) -> Mapping[str, Any]:
+        """What its own configuration says of the run, which takes it where it says nothing itself.
+
+        Any of ``batch_size``, ``micro_batch_size``, ``accumulate`` and ``schedule``; nothing by
+        default. ``schedule`` is the name of the run's own, None where that is constant.
+
+        Raises:
+            ConfigError: it brings a schedule to a run that has one.
+        """
+        return {}
+
     def resolve(self, job: Job, comm: Communicator) -> Strategy:
         """The strategy that will really run (``auto`` chooses another); itself by default."""
         return self

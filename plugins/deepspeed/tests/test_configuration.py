@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,20 @@ import yaml
 from torch.optim import AdamW
 from torsh_trainer_deepspeed import DeepSpeed, DeepSpeedConfig, DeepSpeedIntegration, library
 from torsh_trainer_deepspeed.config import KNOWN_KEYS
-from torsh_trainer_deepspeed.recipe import Told, check_optimizer, told
+from torsh_trainer_deepspeed.recipe import FileSchedule, Told, check_optimizer, told
 
 from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
 from torsh_trainer.precision import LossScaling, Precision
-from torsh_trainer.strategies.base import BatchPlan, Clip, Job
+from torsh_trainer.rank import completed
+from torsh_trainer.schedule import Cosine
+from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
+from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.testing.resuming import SentenceTask
 from torsh_trainer.testing.tiny import TinyTask
+from torsh_trainer.trainer import Trainer
+from torsh_trainer.world import World
 
 CONF = Path(library.__file__).with_name("conf") / "strategy" / "deepspeed.yaml"
 
@@ -212,7 +220,6 @@ def test_the_optimizer_of_a_file_is_held_against_the_recipes(params, words, writ
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"scheduler": {"type": "WarmupLR"}}, "scheduler; learning rates come from the recipe"),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op; a gradient is a mean"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'device; take "cpu"'),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "needs a GPU"),
@@ -221,6 +228,57 @@ def test_the_optimizer_of_a_file_is_held_against_the_recipes(params, words, writ
 def test_what_would_give_another_result_or_cannot_run_is_refused_by_name(content, words, write):
     with pytest.raises(Unsupported, match=words):
         plan(DeepSpeed(config=write(content)))
+
+
+def test_what_a_file_says_of_the_run_holds_where_the_recipe_is_silent(write):
+    file = write({"train_batch_size": 24, "gradient_accumulation_steps": 4, "scheduler": WARMUP})
+    trainer = Trainer(task=TinyTask(), max_steps=1)
+    filled = completed(trainer, DeepSpeed(config=file), dp_size=2)
+    assert (filled.loading.batch_size, filled.accumulate) == (24, 4)
+    assert filled.schedule == FileSchedule(
+        scheduler="deepspeed.runtime.lr_schedules.WarmupLR", options={"warmup_num_steps": 5}
+    )
+    said = replace(trainer, loading=Loading(batch_size=8), accumulate=2)
+    kept = completed(said, DeepSpeed(config=file), dp_size=2)
+    assert (kept.loading.batch_size, kept.accumulate) == (8, 2)  # which ``told`` then refuses
+    cosine = replace(trainer, schedule=Cosine())
+    with pytest.raises(ConfigError, match=r"line 5: scheduler.type is WarmupLR, and schedule=cos"):
+        completed(cosine, DeepSpeed(config=file), dp_size=2)
+
+
+def test_sizes_of_a_file_and_of_a_recipe_that_do_not_divide_say_where_they_come_from(write):
+    trainer = Trainer(task=TinyTask(), max_steps=1, loading=Loading(batch_size=64))
+    file = write({"gradient_accumulation_steps": 5})
+    with pytest.raises(
+        ConfigError, match=r"deepspeed brings accumulate=5 .*batch_size=64 does not"
+    ):
+        completed(trainer, DeepSpeed(config=file), dp_size=2)
+
+
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}}
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"type": "WarmUpLR"}, r"is WarmUpLR, which is no scheduler; did you mean 'WarmupLR'"),
+        (
+            {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
+            r'params.total_num_steps is "auto"',
+        ),
+    ],
+)
+def test_a_scheduler_that_cannot_be_made_is_an_error(block, words, write):
+    with pytest.raises(ConfigError, match=words):
+        DeepSpeed(config=write({"scheduler": block})).brings(schedule=None)
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "Muon"])
+def test_an_optimizer_that_only_deepspeed_has_is_refused_by_name_with_the_reason(kind, write):
+    optimizer = AdamW([torch.nn.Parameter(torch.zeros(2))])
+    config = DeepSpeedConfig.from_file(write({"optimizer": {"type": kind}}))
+    with pytest.raises(Unsupported, match=rf"line 3: optimizer.type: {kind} (is|takes|looks)"):
+        check_optimizer(config, optimizer)
 
 
 def test_quantised_zero_is_passed_through_on_a_gpu(write):
@@ -331,13 +389,26 @@ def test_a_compilation_is_told_of_and_one_that_fails_names_what_it_needs(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     comm = LocalCommunicator(torch.device("cpu"))
 
-    def build() -> None:
-        with library.building(("cpu_adam",), comm):
-            raise RuntimeError("no op") from OSError("g++: not found")
+    library.load(comm)
+    from deepspeed.ops.op_builder import OpBuilder
 
+    def fails(builder: Any, verbose: bool = True) -> None:
+        raise RuntimeError("no op") from OSError("g++: not found")
+
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    monkeypatch.setattr(OpBuilder, "jit_load", fails)
     with pytest.raises(ResourceError, match=r"compile cpu_adam: g\+\+: not found; .*apt-get"):
-        build()
+        library.compiled(["cpu_adam"], comm)
     assert "DeepSpeed compiles cpu_adam, once" in caplog.text
+
+
+def test_offloading_more_than_the_machine_has_is_an_error_beforehand():
+    world = World(rank=0, size=4, local_rank=0, local_size=2, source="test")
+    library.check_memory(2**30, world, 8 * 2**30)
+    library.check_memory(2**30, world, None)
+    with pytest.raises(ResourceError, match=r"takes 8.0 GiB .* and 7.0 GiB are available"):
+        library.check_memory(2**30, world, 7 * 2**30)
+    assert (library.available_bytes() or 1) > 0
 
 
 def test_an_integration_holds_a_file_and_checks_the_process(write):
@@ -349,6 +420,27 @@ def test_an_integration_holds_a_file_and_checks_the_process(write):
     assert integration.is_initialized
     with pytest.raises(ConfigError, match=r"rank 0 of 1, not 1 of 2"):
         integration.initialize(1, 2)
+
+
+def test_runs_of_one_process_know_nothing_of_each_other(tmp_path, monkeypatch):
+    """Neither of DeepSpeed's functions nor of a process group that is gone."""
+    monkeypatch.chdir(tmp_path)
+
+    def loss(strategy: Strategy) -> float:
+        trainer = Trainer(
+            task=SentenceTask(),
+            strategy=strategy,
+            loading=Loading(batch_size=8),
+            precision=Precision(compute="bf16"),
+            max_steps=2,
+            device="cpu",
+            log_level="error",
+        )
+        return trainer.fit().content["train_loss"]
+
+    native, zero = loss(FSDP()), loss(DeepSpeed(stage=3))
+    assert loss(FSDP()) == native
+    assert loss(DeepSpeed(stage=3)) == zero != native
 
 
 def test_the_command_line_trains(tmp_path, write):

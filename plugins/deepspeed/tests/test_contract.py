@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from torsh_trainer_deepspeed import DeepSpeed
 
 from torsh_trainer.testing import StrategyContract
@@ -52,3 +53,19 @@ class TestStage3(StrategyContract):
     strategy = replace(SMALL, stage=3)
     tolerances = ROUNDED_TWICE
     refuses = WITHOUT_EMA
+
+
+@pytest.mark.parametrize("stage", [TestStage0, TestStage1, TestStage2])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        StrategyContract.test_accumulated_micro_batches_equal_one_large_batch,
+        StrategyContract.test_clipping_by_norm_uses_the_norm_of_the_global_gradient,
+        StrategyContract.test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch,
+        StrategyContract.test_true_bf16_equals_a_bf16_model_with_an_fp32_master,
+        StrategyContract.test_a_state_carries_training_into_a_fresh_engine,
+    ],
+)
+def test_on_four_ranks(stage, rule):
+    """The rules in which four ranks divide what two do not; stage 3 keeps all of them there."""
+    rule(stage(), 4)

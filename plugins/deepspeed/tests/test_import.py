@@ -41,6 +41,11 @@ KINDS = {
 
 def original(comm, folder, config, scenario=SCENARIO):
     """A script on DeepSpeed: saves amid training; its losses afterwards, and both ends' masters."""
+    with library.putting_back():
+        return script(comm, folder, config, scenario)
+
+
+def script(comm, folder, config, scenario):
     deepspeed = library.load(comm)
     task = scenario.task
     model = task.build_model()

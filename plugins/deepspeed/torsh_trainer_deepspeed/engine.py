@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from torsh_trainer.checkpoint.base import FlatShard
@@ -19,6 +18,7 @@ from torsh_trainer.strategies.base import Clip, Job, LossReport, MicroBatch, Ste
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.state import load_optimizers
 from torsh_trainer.task import Task
+from torsh_trainer_deepspeed.library import Replacement
 from torsh_trainer_deepspeed.shards import (
     Piece,
     Shards,
@@ -32,7 +32,8 @@ class DeepSpeedEngine(NativeEngine):
     """Stage 0: DeepSpeed holds whole parameters in fp32 and averages their gradients.
 
     DeepSpeed divides a gradient by the number of ranks, which ``averaging_ranks`` undoes, and by
-    the number of accumulated micro-batches, which it is told not to do.
+    the number of accumulated micro-batches, which it is told not to do. ``replacement`` are the
+    functions that it would replace in the whole process.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class DeepSpeedEngine(NativeEngine):
         optimizers: Mapping[str, Optimizer],
         max_norm: float | None,
         autocast: bool,
+        replacement: Replacement,
     ) -> None:
         super().__init__(
             job,
@@ -57,6 +59,8 @@ class DeepSpeedEngine(NativeEngine):
         )
         self._wrapped = wrapped
         self._max_norm = max_norm
+        self._replacement = replacement
+        replacement.within(model)
         if not autocast:
             self._autocast = None
         self._used: set[str] = set()
@@ -93,7 +97,8 @@ class DeepSpeedEngine(NativeEngine):
     def _backpropagate(self, loss: Tensor, factor: float) -> None:
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise TypeError("no scalar with a gradient")
-        self._wrapped.backward(loss * factor, scale_wrt_gas=False)
+        with self._replacement.in_force():
+            self._wrapped.backward(loss * factor, scale_wrt_gas=False)
 
     @contextlib.contextmanager
     def _without_sync(self) -> Iterator[None]:
@@ -149,7 +154,6 @@ class ZeroEngine(DeepSpeedEngine):
     where learning rates are set and what a checkpoint knows settings by. ``inner`` steps the
     partitions; it has groups of its own, which take over those settings before each step.
     ``masters`` are the fp32 values by parameter, where DeepSpeed has rounded the model's.
-    ``linear`` is torch's function of that name, which stage 3 replaces in the whole process.
     """
 
     def __init__(
@@ -162,8 +166,8 @@ class ZeroEngine(DeepSpeedEngine):
         optimizers: Mapping[str, Optimizer],
         max_norm: float | None,
         autocast: bool,
+        replacement: Replacement,
         masters: Mapping[str, Tensor],
-        linear: Callable[..., Tensor],
     ) -> None:
         super().__init__(
             wrapped,
@@ -173,8 +177,8 @@ class ZeroEngine(DeepSpeedEngine):
             optimizers=optimizers,
             max_norm=max_norm,
             autocast=autocast,
+            replacement=replacement,
         )
-        self._linear = linear
         self._zero = wrapped.optimizer
         self._inner: Optimizer = self._zero.optimizer
         self._partitioned = hasattr(self._zero, "fp16_groups")
@@ -239,10 +243,6 @@ class ZeroEngine(DeepSpeedEngine):
             self._zero.override_loss_scale(self._scaler.scale)
         if self._ema is not None and "ema" in state:
             self._ema.load_state_dict(state["ema"])
-
-    def close(self) -> None:
-        super().close()
-        functional.linear = self._linear
 
     def _flats(self) -> list[list[Tensor]]:
         """The partitions of each group of the inner optimizer."""

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.world import World
 
 log = logging.getLogger(__name__)
 
 MISSING = "pip install torsh-trainer-deepspeed"
+
+_REPLACED = ("linear", "embedding")
+"""What stage 3 replaces in torch.nn.functional: the second when weights are quantised."""
 
 
 def load(comm: Communicator) -> Any:
@@ -48,6 +56,8 @@ def load(comm: Communicator) -> Any:
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
+    _find_ninja()
+    _leave_former_group()
     chosen = get_accelerator().device_name()
     if chosen != device.type:
         raise ConfigError(
@@ -57,6 +67,30 @@ def load(comm: Communicator) -> Any:
     return deepspeed
 
 
+def _leave_former_group() -> None:
+    """Makes DeepSpeed forget the process group of an earlier run in this process, if it is gone."""
+    # Imported here: see ``load``.
+    from deepspeed.comm import comm as theirs
+    from deepspeed.utils import groups
+
+    if theirs.cdb is not None and groups._WORLD_GROUP is not None:
+        known = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+        if groups._WORLD_GROUP not in known:
+            groups._release_process_group_references(group=None)
+            theirs.cdb = None
+
+
+def _find_ninja() -> None:
+    """Puts the ninja that DeepSpeed was installed with before any other.
+
+    Without the environment's bin directory in PATH there may be none, or one of another version,
+    which would compile everything again: the two do not read each other's logs.
+    """
+    folder, path = sysconfig.get_path("scripts"), os.environ.get("PATH", "")
+    if Path(folder, "ninja").exists() and path.split(os.pathsep)[0] != folder:
+        os.environ["PATH"] = os.pathsep.join(filter(None, (folder, path)))
+
+
 def extensions_dir() -> Path:
     """Where operators are compiled and kept: the user's cache directory, by Python and torch."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -64,13 +98,92 @@ def extensions_dir() -> Path:
     return Path(home) / "torsh-trainer" / "torch_extensions" / build
 
 
+def available_bytes() -> int | None:
+    """Host memory that this machine could give now; None where the kernel does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def check_memory(elements: int, world: World, available: int | None) -> None:
+    """Holds what an offloaded optimizer takes against what there is, before anything is made.
+
+    Raises:
+        ResourceError: it is more, and the kernel would end the run in the middle.
+    """
+    # fp32 masters, gradients and two moments, spread over all ranks.
+    needed = 16 * elements * world.local_size // world.size
+    if available is not None and needed > available:
+        raise ResourceError(
+            f"offloading the optimizer of {elements:,} parameters takes {needed / 2**30:.1f} GiB "
+            f"of memory here, and {available / 2**30:.1f} GiB are available",
+            fix="run on more machines, or leave offload_optimizer out",
+        )
+
+
 @contextlib.contextmanager
-def building(operators: tuple[str, ...], comm: Communicator) -> Iterator[None]:
-    """Tells of a compilation that is due within, and what is missing for it.
+def putting_back() -> Iterator[dict[str, Any]]:
+    """Undoes, at its end, what making an engine replaces in the whole process; gives it, by name.
+
+    DeepSpeed never does. Its ``linear`` rounds once more than torch's in bf16 and fp16, for every
+    model that this process trains from then on.
+    """
+    before = {name: getattr(functional, name) for name in _REPLACED}
+    theirs: dict[str, Any] = {}
+    try:
+        yield theirs
+    finally:
+        for name, function in before.items():
+            if getattr(functional, name) is not function:
+                theirs[name] = getattr(functional, name)
+                setattr(functional, name, function)
+
+
+class Replacement:
+    """Functions of ``torch.nn.functional`` that are DeepSpeed's while a model of it computes."""
+
+    def __init__(self, theirs: Mapping[str, Any]) -> None:
+        self._theirs = theirs
+        self._before: list[dict[str, Any]] = []
+
+    def within(self, model: nn.Module) -> None:
+        """Puts them in force during every forward of ``model``."""
+        if self._theirs:
+            model.register_forward_pre_hook(self._begin)
+            model.register_forward_hook(self._end, always_call=True)
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Within backward, which computes forward again where activations were not kept."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self, *_: Any) -> None:
+        self._before.append({name: getattr(functional, name) for name in self._theirs})
+        for name, function in self._theirs.items():
+            setattr(functional, name, function)
+
+    def _end(self, *_: Any) -> None:
+        if self._before:  # a hook before ours may have failed
+            for name, function in self._before.pop().items():
+                setattr(functional, name, function)
+
+
+def compiled(operators: Sequence[str], comm: Communicator) -> None:
+    """Makes DeepSpeed's ``operators`` ready: compiled at their first use, with a line that says so.
 
     Raises:
         ResourceError: it failed; the message has the compiler's last line.
     """
+    # Imported here: see ``load``.
+    from deepspeed.accelerator import get_accelerator
+
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     due = [name for name in operators if not (folder / name / f"{name}.so").exists()]
     if due and comm.world.is_main:
@@ -79,15 +192,43 @@ def building(operators: tuple[str, ...], comm: Communicator) -> Iterator[None]:
             " and ".join(due),
             folder,
         )
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # every rank would say that it has it
-            yield
-    except (RuntimeError, OSError) as error:
-        if due and not all((folder / name / f"{name}.so").exists() for name in due):
-            last = str(error.__cause__ or error).strip().splitlines()[-1]
-            raise ResourceError(
-                f"DeepSpeed could not compile {' and '.join(due)}: {last}",
-                fix="it takes a C++ compiler (apt-get install g++) and room in "
-                "TORCH_EXTENSIONS_DIR",
-            ) from error
-        raise
+    for name in operators:
+        builder = get_accelerator().create_op_builder(_BUILDERS[name])
+        # Every rank would say that it has it.
+        with _alone(folder / name), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                builder.load(verbose=False)
+            except (RuntimeError, OSError) as error:
+                last = str(error.__cause__ or error).strip().splitlines()[-1]
+                raise ResourceError(
+                    f"DeepSpeed could not compile {name}: {last}",
+                    fix=f"it takes {_NEEDED.get(name, _COMPILER)} and room in "
+                    f"TORCH_EXTENSIONS_DIR ({folder})",
+                ) from error
+
+
+_BUILDERS = {
+    "async_io": "AsyncIOBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+}
+
+_COMPILER = "a C++ compiler (apt-get install g++)"
+_NEEDED = {"async_io": "a C++ compiler and libaio (apt-get install g++ libaio-dev)"}
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time compiles into ``folder``; one that was killed meanwhile is no obstacle.
+
+    torch's own lock is a file, for which everybody waits for ever when its owner was killed. In a
+    folder of ours nobody owns it who does not hold this one too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.building").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if folder.parent == extensions_dir():
+            (folder / "lock").unlink(missing_ok=True)
+        yield

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
-from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.precision import LossScaling, Precision
+from torsh_trainer.schedule.base import RunningSchedule
+from torsh_trainer.schedule.torch_scheduler import TorchSchedule
 from torsh_trainer.strategies.base import Job
 from torsh_trainer_deepspeed.config import DeepSpeedConfig, Key
 
@@ -107,12 +109,12 @@ def _enabled(value: Any) -> bool:
     return bool(value.get("enabled")) if isinstance(value, Mapping) else bool(value)
 
 
+_NO_NVME = (
+    'take "cpu": on NVMe (for which DeepSpeed also needs libaio) the state lies in swap files, '
+    "which no checkpoint here holds"
+)
+
 _REFUSED: tuple[tuple[Key, Callable[[Any], bool], str], ...] = (
-    (
-        ("scheduler",),
-        bool,
-        "learning rates come from the recipe (schedule=...): take the block out",
-    ),
     (("torch_autocast",), _enabled, "set precision=bf16_mixed or precision=fp16_mixed instead"),
     (
         ("gradient_allreduce_op",),
@@ -134,8 +136,8 @@ _REFUSED: tuple[tuple[Key, Callable[[Any], bool], str], ...] = (
     (("fp16", "fp16_master_weights_and_grads"), bool, "a checkpoint holds fp32 masters"),
     (("zero_optimization", "zenflow"), bool, "it changes the algorithm: take the block out"),
     (("zero_optimization", "compute_grad_norm"), lambda v: v is False, "the norm is reported"),
-    (("zero_optimization", "offload_optimizer", "device"), lambda v: v == "nvme", 'take "cpu"'),
-    (("zero_optimization", "offload_param", "device"), lambda v: v == "nvme", 'take "cpu"'),
+    (("zero_optimization", "offload_optimizer", "device"), lambda v: v == "nvme", _NO_NVME),
+    (("zero_optimization", "offload_param", "device"), lambda v: v == "nvme", _NO_NVME),
     (("zero_optimization", "offload_optimizer", "super_offload"), bool, "leave it out"),
     (
         ("zero_optimization", "offload_optimizer", "ratio"),
@@ -183,11 +185,7 @@ def _batch(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> None:
     }
     said = {name: values[name] for name in sizes if values.get(name) not in (None, AUTO)}
     for name, value in said.items():
-        if not isinstance(value, int | float) or value != int(value) or value < 1:
-            raise ConfigError(
-                f"{config.place(name)} is {value!r}, not a positive number",
-                fix='give a number, or "auto" to take the recipe\'s',
-            )
+        _positive(config, name, value)
     if len(said) == 3:
         whole, micro, accumulate = (int(said[name]) for name in sizes)
         if whole != micro * accumulate * plan.dp_size:
@@ -201,6 +199,87 @@ def _batch(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> None:
         if name in said and int(said[name]) != here:
             raise contradiction(config, (name,), said[name], knob, here)
         values[name] = here
+
+
+_SIZES = {
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "accumulate",
+}
+
+
+def brought(config: DeepSpeedConfig, *, schedule: str | None) -> dict[str, Any]:
+    """What the file says of the run: batch sizes, and a scheduler of DeepSpeed's or torch's.
+
+    Raises:
+        ConfigError: the run has a ``schedule``; or the scheduler is none that DeepSpeed knows.
+    """
+    values = _normal(config.values)
+    found: dict[str, Any] = {
+        ours: _positive(config, theirs, values[theirs])
+        for theirs, ours in _SIZES.items()
+        if values.get(theirs) not in (None, AUTO)
+    }
+    block = values.get("scheduler")
+    if block:
+        found["schedule"] = _scheduler(config, block, schedule)
+    return found
+
+
+def _positive(config: DeepSpeedConfig, name: str, value: Any) -> int:
+    if not isinstance(value, int | float) or value != int(value) or value < 1:
+        raise ConfigError(
+            f"{config.place(name)} is {value!r}, not a positive number",
+            fix='give a number, or "auto" to take the recipe\'s',
+        )
+    return int(value)
+
+
+_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_MEANT_BY_DEFAULT = {("WarmupLR", "warmup_max_lr"), ("WarmupLR", "warmup_min_lr")}
+"""Settings whose "auto" is what the scheduler does without them: the optimizer's rate, and 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSchedule(TorchSchedule):
+    """That of a file, which errors then name."""
+
+    def start(
+        self, optimizers: Mapping[str, Optimizer], *, total: int | None = None
+    ) -> RunningSchedule:
+        try:
+            return super().start(optimizers, total=total)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the scheduler in the file of strategy.config: {error.sentence}", fix=error.fix
+            ) from error
+
+
+def _scheduler(
+    config: DeepSpeedConfig, block: Mapping[str, Any], schedule: str | None
+) -> FileSchedule:
+    kind = str(block.get("type"))
+    place = config.place("scheduler", "type")
+    if schedule is not None:
+        raise ConfigError(
+            f"{place} is {kind}, and schedule={schedule}",
+            fix="set schedule=constant schedule.warmup_steps=0 schedule.warmup_ratio=null, or take "
+            "the block out of the file",
+        )
+    known = (*_SCHEDULERS, *lr_scheduler.__all__)
+    if kind not in known:
+        raise ConfigError(f"{place} is {kind}, which is no scheduler", fix=nearest(kind, known))
+    options = dict(block.get("params") or {})
+    for name in [name for name, value in options.items() if value == AUTO]:
+        if (kind, name) not in _MEANT_BY_DEFAULT:
+            raise ConfigError(
+                f'{config.place("scheduler", "params", name)} is "auto", which nothing here gives '
+                "a value",
+                fix="write the value into the file",
+            )
+        del options[name]
+    theirs = f"deepspeed.runtime.lr_schedules.{kind}" if kind in _SCHEDULERS else kind
+    return FileSchedule(scheduler=theirs, options=options)
 
 
 def _clipping(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> float | None:
@@ -268,6 +347,7 @@ def _own_settings(values: dict[str, Any], precision: Precision, *, stage: int, h
     # Bounds are set before each step; at stage 0 they are ours.
     values["gradient_clipping"] = 0.0
     values.pop("optimizer", None)
+    values.pop("scheduler", None)
     values.setdefault("zero_allow_untested_optimizer", True)
     values.setdefault("zero_force_ds_cpu_optimizer", False)
     if stage == 0 or not half:
@@ -340,6 +420,14 @@ def check_optimizer(config: DeepSpeedConfig, optimizer: Optimizer) -> None:
         return
     params = dict(config.get("optimizer", "params", default={}))
     here = type(optimizer).__name__
+    reason = _NOT_HERE.get(str(kind).lower().replace("_", ""))
+    if reason is not None:
+        raise Unsupported(
+            f"strategy=deepspeed cannot honour {config.place('optimizer', 'type')}: "
+            f"{kind} {reason}",
+            fix=f"take the block out of the file, and the recipe's {here} trains",
+            strategy="deepspeed",
+        )
     there = _kind(str(kind), params)
     if there.lower() != here.lower():
         raise ConfigError(
@@ -363,6 +451,19 @@ def check_optimizer(config: DeepSpeedConfig, optimizer: Optimizer) -> None:
                 config, ("optimizer", "params", name), value, f"optimizer.{name}", ours
             )
 
+
+_NOT_HERE = {
+    "lamb": "takes norms of whole parameters, which ZeRO cuts, and DeepSpeed has it for CUDA alone",
+    "lion": "has no twin in torch that a recipe could name",
+    "muadam": "needs the package mup, and a model built with it",
+    "muadamw": "needs the package mup, and a model built with it",
+    "musgd": "needs the package mup, and a model built with it",
+    "muon": "looks at whole matrices, which ZeRO cuts (optimizer=muon strategy=fsdp does that)",
+    "onebitadam": "is gone from DeepSpeed 0.19.8",
+    "onebitlamb": "is gone from DeepSpeed 0.19.8",
+    "zerooneadam": "is gone from DeepSpeed 0.19.8",
+}
+"""Optimizers of DeepSpeed's, and why they do not train here."""
 
 _ABOUT_KERNELS = ("torch_adam", "adam_w_mode", "fused", "foreach", "fp32_optimizer_states")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
@@ -23,7 +24,7 @@ from torsh_trainer.world import World
 from torsh_trainer_deepspeed import library
 from torsh_trainer_deepspeed.config import DeepSpeedConfig, leaves
 from torsh_trainer_deepspeed.engine import DeepSpeedEngine, ZeroEngine, without_state
-from torsh_trainer_deepspeed.recipe import Told, check_optimizer, contradiction, told
+from torsh_trainer_deepspeed.recipe import Told, brought, check_optimizer, contradiction, told
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class DeepSpeed(Strategy):
                 offers = ", ".join("null" if one is None else str(one) for one in known)
                 raise ConfigError(
                     f"strategy.{name}={value} is not one of {offers}",
-                    fix="offloading to NVMe is not supported: take cpu"
+                    fix="take cpu: on NVMe the state lies in swap files, which no checkpoint holds"
                     if value == "nvme"
                     else "see `strategy=deepspeed` in the plugin's README",
                 )
@@ -95,12 +96,26 @@ class DeepSpeed(Strategy):
     def mesh(self, world: World) -> Mesh:
         return Mesh.data_parallel(world)
 
+    def brings(self, *, schedule: str | None) -> Mapping[str, Any]:
+        return brought(self._read(), schedule=schedule)
+
     def settings(self) -> DeepSpeedConfig:
         """The file, or an empty one, with the knobs in it.
 
         Raises:
             ConfigError: the file does not parse, has unknown keys, or contradicts a knob.
         """
+        config = self._read()
+        for place, offer in config.unknown_keys():
+            if self.unknown_keys == "error":
+                raise ConfigError(
+                    f"{place} is no key of DeepSpeed's, which would ignore it in silence",
+                    fix=f"{offer} (strategy.unknown_keys=warn lets it pass)",
+                )
+            log.warning("%s is no key of DeepSpeed's, which ignores it; %s", place, offer)
+        return config
+
+    def _read(self) -> DeepSpeedConfig:
         if self.config is None:
             file = DeepSpeedConfig({}, "strategy")
         else:
@@ -113,15 +128,7 @@ class DeepSpeed(Strategy):
             _settle(file, zero, name, key, value, fills=not (is_default and self.config))
         for key, value in leaves(self.extra):
             _settle(file, values, f"extra.{'.'.join(key)}", key, value, fills=True)
-        config = replace(file, values=values)
-        for place, offer in config.unknown_keys():
-            if self.unknown_keys == "error":
-                raise ConfigError(
-                    f"{place} is no key of DeepSpeed's, which would ignore it in silence",
-                    fix=f"{offer} (strategy.unknown_keys=warn lets it pass)",
-                )
-            log.warning("%s is no key of DeepSpeed's, which ignores it; %s", place, offer)
-        return config
+        return replace(file, values=values)
 
     def _as_keys(self) -> list[tuple[str, tuple[str, ...], Any, bool]]:
         """(knob, key below zero_optimization, value, is the default) of each knob that has one."""
@@ -154,6 +161,8 @@ class DeepSpeed(Strategy):
         model = modules.build(job, comm)
         modules.refuse_sparse(model, "strategy=deepspeed", use="use strategy=ddp")
         plan = told(config, job, model, device=comm.device.type)
+        if plan.offloads:
+            library.check_memory(trained_elements(model), comm.world, library.available_bytes())
         job = replace(job, precision=plan.precision)
         self._check_ema(job, plan)
         optimizers = self._optimizers(job, model, config, plan)
@@ -207,8 +216,8 @@ class DeepSpeed(Strategy):
             {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")}
             for group in optimizer.param_groups
         ]
-        with library.building(("cpu_adam",), comm):
-            adam: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=kind == "AdamW")
+        library.compiled(["cpu_adam"], comm)
+        adam: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=kind == "AdamW")
         return adam
 
     def _engine(
@@ -226,17 +235,23 @@ class DeepSpeed(Strategy):
         modules.compiled(job, [module])
         (optimizer,) = optimizers.values()
         inner = self._inner(optimizer, plan, comm)
-        linear = functional.linear
-        wrapped = _initialized(deepspeed, module, inner, config, plan, comm)
+        with library.putting_back() as theirs:
+            wrapped = _initialized(deepspeed, module, inner, config, plan, comm)
         common: dict[str, Any] = {
             "model": model,
             "optimizers": optimizers,
             "max_norm": plan.max_norm,
             "autocast": not plan.half,
+            "replacement": library.Replacement(theirs),
         }
         if plan.stage == 0:
             return DeepSpeedEngine(wrapped, job, comm, **common)
-        return ZeroEngine(wrapped, job, comm, masters=masters, linear=linear, **common)
+        return ZeroEngine(wrapped, job, comm, masters=masters, **common)
+
+
+def trained_elements(model: nn.Module) -> int:
+    """Elements that train."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -344,20 +359,21 @@ def _initialized(
         DeepSpeedConfigError,
         ZeRORuntimeException,
     )
-    operators = ("deepspeed_shm_comm",) if comm.device.type == "cpu" else ()
-    with library.building(operators, comm):
-        try:
+    if comm.device.type == "cpu":
+        library.compiled(["deepspeed_shm_comm"], comm)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # every rank would say that it has them
             wrapped, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=optimizer,
                 config=_deep(plan.values),
                 dist_init_required=None,
             )
-        except refusals as error:
-            message = " ".join(str(error).partition("For further information")[0].split())
-            place = config.blamed(message)
-            raise ConfigError(
-                f"DeepSpeed refuses the configuration: {place + ': ' if place else ''}{message}",
-                fix="change that, or leave it out",
-            ) from error
+    except refusals as error:
+        message = " ".join(str(error).partition("For further information")[0].split())
+        place = config.blamed(message)
+        raise ConfigError(
+            f"DeepSpeed refuses the configuration: {place + ': ' if place else ''}{message}",
+            fix="change that, or leave it out",
+        ) from error
     return wrapped
