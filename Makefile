@@ -68,6 +68,7 @@ $(VENV)/.installed-recipes: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)
 	$(call install,dev,$(PLUGINS))
 	$(PY) -m torsh_trainer_horovod.build
+	$(PY) -m torsh_trainer_deepspeed.build
 	@touch $(VENV)/.installed-recipes $@
 
 $(VENV)/.installed-bench: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)

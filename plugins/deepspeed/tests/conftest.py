@@ -6,10 +6,6 @@ import os
 import re
 
 import pytest
-import torch
-from torsh_trainer_deepspeed import library
-
-from torsh_trainer.comm.local import LocalCommunicator
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
@@ -27,16 +23,5 @@ def environment():
     """The variables that loading DeepSpeed sets are gone when a test has ended."""
     before = dict(os.environ)
     yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def operators():
-    """What ranks need is compiled before they start: on a busy machine it outlasts their limit."""
-    before = dict(os.environ)
-    comm = LocalCommunicator(torch.device("cpu"))
-    library.load(comm)
-    library.compiled(["deepspeed_shm_comm", "cpu_adam"], comm)
     os.environ.clear()
     os.environ.update(before)

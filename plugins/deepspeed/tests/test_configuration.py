@@ -383,23 +383,20 @@ def test_what_is_compiled_stays_in_the_users_cache(monkeypatch, tmp_path):
     assert library.extensions_dir().is_relative_to(tmp_path / "torsh-trainer")
 
 
-def test_a_compilation_is_told_of_and_one_that_fails_names_what_it_needs(
-    monkeypatch, tmp_path, caplog
-):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    comm = LocalCommunicator(torch.device("cpu"))
-
-    library.load(comm)
-    from deepspeed.ops.op_builder import OpBuilder
-
-    def fails(builder: Any, verbose: bool = True) -> None:
-        raise RuntimeError("no op") from OSError("g++: not found")
-
-    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
-    monkeypatch.setattr(OpBuilder, "jit_load", fails)
-    with pytest.raises(ResourceError, match=r"compile cpu_adam: g\+\+: not found; .*apt-get"):
-        library.compiled(["cpu_adam"], comm)
-    assert "DeepSpeed compiles cpu_adam, once" in caplog.text
+def test_a_compilation_that_fails_says_what_it_needs_and_waits_for_no_dead_one(tmp_path):
+    folder = tmp_path / "torsh-trainer" / "torch_extensions" / library.extensions_dir().name
+    mark = folder / "deepspeed_shm_comm" / "lock"
+    mark.parent.mkdir(parents=True)
+    mark.touch()
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": "no-compiler"}
+    env.pop("TORCH_EXTENSIONS_DIR", None)
+    command = [sys.executable, "-m", "torsh_trainer_deepspeed.build"]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert "DeepSpeed compiles deepspeed_shm_comm and cpu_adam, once" in run.stderr
+    assert "error: DeepSpeed could not compile deepspeed_shm_comm: " in run.stderr
+    assert "no-compiler: not found; it takes a C++ compiler (apt-get install g++)" in run.stderr
+    assert not mark.exists()
 
 
 def test_offloading_more_than_the_machine_has_is_an_error_beforehand():

@@ -7,6 +7,7 @@ import fcntl
 import io
 import logging
 import os
+import re
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -179,7 +180,7 @@ def compiled(operators: Sequence[str], comm: Communicator) -> None:
     """Makes DeepSpeed's ``operators`` ready: compiled at their first use, with a line that says so.
 
     Raises:
-        ResourceError: it failed; the message has the compiler's last line.
+        ResourceError: it failed; the message has what the compiler said.
     """
     # Imported here: see ``load``.
     from deepspeed.accelerator import get_accelerator
@@ -199,24 +200,19 @@ def compiled(operators: Sequence[str], comm: Communicator) -> None:
             try:
                 builder.load(verbose=False)
             except (RuntimeError, OSError) as error:
-                last = str(error.__cause__ or error).strip().splitlines()[-1]
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                telling = [line for line in lines if re.search(r"error: |not found", line)]
                 raise ResourceError(
-                    f"DeepSpeed could not compile {name}: {last}",
-                    fix=f"it takes {_NEEDED.get(name, _COMPILER)} and room in "
+                    f"DeepSpeed could not compile {name}: {(telling or lines)[-1]}",
+                    fix="it takes a C++ compiler (apt-get install g++) and room in "
                     f"TORCH_EXTENSIONS_DIR ({folder})",
                 ) from error
 
 
-_BUILDERS = {
-    "async_io": "AsyncIOBuilder",
-    "cpu_adagrad": "CPUAdagradBuilder",
-    "cpu_adam": "CPUAdamBuilder",
-    "cpu_lion": "CPULionBuilder",
-    "deepspeed_shm_comm": "ShareMemCommBuilder",
-}
+_BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
 
-_COMPILER = "a C++ compiler (apt-get install g++)"
-_NEEDED = {"async_io": "a C++ compiler and libaio (apt-get install g++ libaio-dev)"}
+OPERATORS = tuple(_BUILDERS)
+"""What a run on a CPU may need."""
 
 
 @contextlib.contextmanager
