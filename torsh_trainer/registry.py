@@ -39,6 +39,7 @@ VERBS = {
     "comm": "torsh_trainer.bench.command:main",
     "rerun": "torsh_trainer.__main__:rerun",
     "report": "torsh_trainer.report:main",
+    "translate": "torsh_trainer.translate.command:main",
 }
 
 

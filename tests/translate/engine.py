@@ -1,8 +1,8 @@
 """Asks the live engine: DeepSpeedConfig of the installed version, for a world of eight.
 
-Run as a program: a JSON list of [name, text] on stdin, {name: [verdict, words]} on stdout. "auto" is
-filled as Hugging Face's Trainer fills it. Verdicts: takes, removed (only for keys that the version
-has dropped), malformed.
+Run as a program: its argument names a file with a JSON list of [name, text]; it writes
+{name: [verdict, words]} to stdout. "auto" is filled as Hugging Face's Trainer fills it. Verdicts:
+takes, removed (only for keys that the version has dropped), malformed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def verdict(text: str) -> tuple[str, str]:
 
 
 def drop_removed(engine: Any, config: Any) -> list[str]:
-    removed = [key for key in engine._REMOVED_TOP_LEVEL_CONFIG_KEYS if config.pop(key, None) is not None]
+    removed = [
+        key for key in engine._REMOVED_TOP_LEVEL_CONFIG_KEYS if config.pop(key, None) is not None
+    ]
     zero = config.get("zero_optimization")
     if isinstance(zero, dict):
         removed += [k for k in engine._REMOVED_ZERO_CONFIG_KEYS if zero.pop(k, None) is not None]
@@ -91,7 +93,7 @@ def main() -> None:
         import deepspeed.comm
 
         deepspeed.comm.init_distributed("gloo", verbose=False)
-        found = {name: verdict(text) for name, text in json.load(sys.stdin)}
+        found = {name: verdict(text) for name, text in json.loads(Path(sys.argv[1]).read_text())}
     with os.fdopen(answers, "w") as out:
         json.dump(found, out)
 

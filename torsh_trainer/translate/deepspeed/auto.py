@@ -156,12 +156,19 @@ def filling(
     )
 
 
+_WHOLE = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "warmup_steps",
+    "max_steps",
+    "hidden_size",
+)
+
+
 def _check_argument(name: str, value: Any) -> None:
     if name in ("fp16", "bf16"):
         fine, wanted = isinstance(value, bool), "true or false"
-    elif name in ("learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"):
-        fine, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
-    elif name == "max_grad_norm":
+    elif name not in _WHOLE:
         fine, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
     else:
         fine, wanted = type(value) is int and value >= 0, "a whole number, 0 or more"

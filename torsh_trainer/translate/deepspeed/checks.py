@@ -93,4 +93,8 @@ def _sums(get: Get, source: Source, stage: int) -> Iterator[Contradiction]:
         (get("compile.deepcompile"), "DeepCompile"),
     ):
         if holds:
-            yield "gradient_allreduce_op", f"a sum of gradients does not go with {other}", "use mean"
+            yield (
+                "gradient_allreduce_op",
+                f"a sum of gradients does not go with {other}",
+                "use mean",
+            )

@@ -66,12 +66,12 @@ TOP = Block(
     disable_allgather                  bool      false   dead.unused
     dataloader_drop_last               bool      false   data.drop-last
     vocabulary_size!                   int?      -       dead.unused
-    communication_data_type!           fp32|fp16|bf16|FP32|FP16|BF16?   -   gradients.dtype
-    seq_parallel_communication_data_type! fp32|fp16|bf16|FP32|FP16|BF16? "fp32" parallel.sequence-dtype
+    communication_data_type!           sent-dtype? -    gradients.dtype
+    seq_parallel_communication_data_type! sent-dtype? "fp32" parallel.sequence-dtype
     prescale_gradients                 bool      false   gradients.prescale
     gradient_predivide_factor          float>0   1.0     gradients.predivide
     gradient_allreduce_op!             MEAN|SUM  "mean"  gradients.op
-    gradient_clipping                  float>=0  -       gradients.clipping|gradients.clipping-before-0.19.3
+    gradient_clipping                  float>=0  -       gradients.clipping|gradients.clipping-old
     zero_allow_untested_optimizer      bool      false   dead.permission
     zero_force_ds_cpu_optimizer        bool      true    dead.permission
     allgather_size                     int>=0    5e8     zero.buckets
@@ -217,7 +217,7 @@ PRECISION = Block(
     "",
     """
     torch_autocast.enabled             bool      false   precision.autocast
-    torch_autocast.dtype!              torch.float16|fp16|float16|half|torch.float32|fp32|float32|float|torch.int8|int8|torch.bfloat16|bf16|bfloat16 "bfloat16" precision.autocast-dtype
+    torch_autocast.dtype!              torch-dtype "bfloat16" precision.autocast-dtype
     torch_autocast.lower_precision_safe_modules! names - precision.autocast-modules
     data_types.grad_accum_dtype        fp32|fp16|bf16? - precision.accumulation
     data_types.param_dtype             fp32|fp16|bf16? - precision.parameters
@@ -307,21 +307,41 @@ TENSOR = Block(
     strict=True,
 )
 
+_EXPERT = (
+    "autoep_size",
+    "expert_tensor_parallel_size",
+    "validate_folding_routing",
+    "preset_model",
+    "moe_layer_pattern",
+    "expert_pattern",
+    "router_pattern",
+    "use_grouped_mm",
+    "disable_triton_grouped_mm",
+    "route_norm",
+    "route_scale",
+    "score_apply",
+    "combine_impl",
+    "num_expert_groups",
+    "num_limited_groups",
+    "score_func",
+    "top_k",
+    "load_balance_coeff",
+    "routed_scaling_factor",
+    "expert_w1",
+    "expert_w2",
+    "expert_w3",
+    "num_experts_attr",
+    "top_k_attr",
+    "has_shared_experts",
+    "shared_experts_pattern",
+    "shared_experts_gate_pattern",
+)
+
 EXPERT = Block(
     "expert_parallel",
     "\n".join(
         ["enabled bool false parallel.expert"]
-        + [
-            f"{name} any - parallel.expert-tuning"
-            for name in (
-                "autoep_size expert_tensor_parallel_size validate_folding_routing preset_model "
-                "moe_layer_pattern expert_pattern router_pattern use_grouped_mm "
-                "disable_triton_grouped_mm route_norm route_scale score_apply combine_impl "
-                "num_expert_groups num_limited_groups score_func top_k load_balance_coeff "
-                "routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr "
-                "has_shared_experts shared_experts_pattern shared_experts_gate_pattern"
-            ).split()
-        ]
+        + [f"{name} any - parallel.expert-tuning" for name in _EXPERT]
     ),
     switch="enabled",
 )
@@ -547,20 +567,35 @@ ELASTIC = Block(
     removed=True,
 )
 
+_TUNING = (
+    "fast",
+    "results_dir",
+    "exps_dir",
+    "overwrite",
+    "start_profile_step",
+    "end_profile_step",
+    "metric",
+    "metric_path",
+    "tuner_type",
+    "tuner_early_stopping",
+    "tuner_num_trials",
+    "arg_mappings",
+    "arg_mappings.*",
+    "max_train_batch_size",
+    "min_train_batch_size",
+    "max_train_micro_batch_size_per_gpu",
+    "min_train_micro_batch_size_per_gpu",
+    "num_tuning_micro_batch_sizes",
+    "mp_size",
+    "model_info",
+    "model_info_path",
+)
+
 TUNING = Block(
     "autotuning",
     "\n".join(
         ["enabled bool false tuning.block", "model_info.* any - tuning.knob"]
-        + [
-            f"{name} any - tuning.knob"
-            for name in (
-                "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric "
-                "metric_path tuner_type tuner_early_stopping tuner_num_trials arg_mappings "
-                "arg_mappings.* max_train_batch_size min_train_batch_size "
-                "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu "
-                "num_tuning_micro_batch_sizes mp_size model_info model_info_path"
-            ).split()
-        ]
+        + [f"{name} any - tuning.knob" for name in _TUNING]
     ),
     switch="enabled",
 )

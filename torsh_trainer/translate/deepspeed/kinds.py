@@ -176,7 +176,14 @@ def _one_of(words: list[str]) -> Kind:
     return check
 
 
+_TORCH_DTYPES = (
+    "torch.float16 fp16 float16 half torch.float32 fp32 float32 float "
+    "torch.int8 int8 torch.bfloat16 bf16 bfloat16"
+)
+
 _PLAIN: dict[str, Kind] = {
+    "sent-dtype": _one_of(["fp32", "fp16", "bf16", "FP32", "FP16", "BF16"]),
+    "torch-dtype": _one_of(_TORCH_DTYPES.split(" ")),
     "bool": _bool,
     "int": _int,
     "float": _float,

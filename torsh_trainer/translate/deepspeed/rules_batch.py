@@ -77,7 +77,9 @@ def _check_without_world(
 ) -> None:
     if total is not None and micro is not None and total % (micro * (steps or 1)):
         each = f"{micro} x {steps}" if steps else str(micro)
-        raise _contradiction(source, f"{total} is no multiple of {each}, for any number of processes")
+        raise _contradiction(
+            source, f"{total} is no multiple of {each}, for any number of processes"
+        )
 
 
 def _contradiction(source: Source, what: str) -> ConfigError:

@@ -29,7 +29,7 @@ def _clipping(source: Source, leaf: Leaf) -> Outcome:
 
 
 @rule(
-    "gradients.clipping-before-0.19.3",
+    "gradients.clipping-old",
     "Clipping by the global L2 norm; none where the file says nothing.",
     until=(0, 19, 2),
 )
@@ -124,7 +124,7 @@ def _op(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value == "MEAN":
         return exact("gradients are averaged")
     return refused(
-        "not in this release: a sum over processes; multiply optimizer.lr where the optimizer is SGD"
+        "not in this release: a sum over processes; multiply optimizer.lr where it is SGD"
     )
 
 
@@ -132,4 +132,4 @@ def _op(source: Source, leaf: Leaf) -> Outcome:
 def _sparse(source: Source, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return dead("switched off")
-    return approximate("embedding gradients travel dense: the same sums, other rounding, more bytes")
+    return approximate("embedding gradients travel dense: the same sums, rounded elsewhere")

@@ -50,10 +50,14 @@ _DEFAULT_LR = {
 @rule("optimizer.type", "DeepSpeed's Adam is AdamW unless adam_w_mode is false.")
 def _type(source: Source, leaf: Leaf) -> Outcome:
     name = job.optimizer_name(source)
+    if leaf.value is None:
+        return approximate("missing: the script builds its optimizer; choose the same here")
     no_decay = {"optimizer.no_decay": False}
     if name == "adam":
         option = "adamw" if source.get("optimizer.params.adam_w_mode") else "adam"
-        why = "DeepSpeed's Adam decays weights as AdamW does" if option == "adamw" else "Adam with L2"
+        why = (
+            "DeepSpeed's Adam decays weights as AdamW does" if option == "adamw" else "Adam with L2"
+        )
         return Outcome("exact", why, choices={"optimizer": option}, values=no_decay)
     if name in job.TORCH_OPTIMIZERS:
         option = job.TORCH_OPTIMIZERS[name]
@@ -73,7 +77,7 @@ def _one_bit(source: Source) -> Outcome:
         choices["compression"] = "onebit"
     return Outcome(
         "approximate",
-        "1-bit Adam compresses momentum and freezes the variance after freeze_step; ours compresses "
+        "1-bit Adam compresses momentum and freezes the variance in the end; ours compresses "
         "gradients, with the same error feedback, and freezes nothing",
         choices=choices,
         values={"optimizer.no_decay": False},
@@ -108,7 +112,9 @@ def _eps(source: Source, leaf: Leaf) -> Outcome:
 @rule("optimizer.weight-decay", "Weight decay; 0 where it is missing, with torch_adam torch's own.")
 def _weight_decay(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value is not None:
-        return exact("over all parameters, norms and biases too", optimizer__weight_decay=leaf.value)
+        return exact(
+            "over all parameters, norms and biases too", optimizer__weight_decay=leaf.value
+        )
     if source.get("optimizer.params.torch_adam") and job.optimizer_name(source) in ADAM:
         value = 0.01 if _decoupled(source) else 0.0
         return exact("missing: torch's own default", optimizer__weight_decay=value)
@@ -135,7 +141,9 @@ def _kernel(source: Source, leaf: Leaf) -> Outcome:
         return dead("the optimizer is offloaded, and its kernel with it")
     if leaf.value:
         return exact("torch's own optimizer")
-    return approximate("DeepSpeed's FusedAdam and torch's round an update differently, by about 1 ulp")
+    return approximate(
+        "DeepSpeed's FusedAdam and torch's round an update differently, by about 1 ulp"
+    )
 
 
 @rule("optimizer.bias-correction", "Adam's bias correction.")
@@ -173,7 +181,9 @@ def _freeze(source: Source, leaf: Leaf) -> Outcome:
     if job.optimizer_name(source) != ONE_BIT:
         return _other(source, leaf)
     if job.strategy(source) == "ddp" and job.stage(source) == 0:
-        return approximate("gradients travel whole until then", compression__warmup_steps=leaf.value)
+        return approximate(
+            "gradients travel whole until then", compression__warmup_steps=leaf.value
+        )
     return refused("1-bit compression is not in this release beside a sharded optimizer")
 
 
@@ -241,6 +251,9 @@ def _base(source: Source) -> float | None:
 @rule("schedule.type", "DeepSpeed's warm-ups, update by update; torch's schedulers as they are.")
 def _schedule(source: Source, leaf: Leaf) -> Outcome:
     name = _scheduler(source)
+    if leaf.value is None:
+        why = "missing: the rate stays, unless the script steps a scheduler of its own"
+        return Outcome("exact", why, choices={"schedule": "constant"})
     if name in WARMUP:
         return Outcome(
             "emulated",

@@ -83,10 +83,14 @@ def _partition(source: Source, leaf: Leaf) -> Outcome:
 def _activations_offload(source: Source, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return dead("off")
-    return faster("activations stay on the device; trainer.activation_checkpointing recomputes them")
+    return faster(
+        "activations stay on the device; trainer.activation_checkpointing recomputes them"
+    )
 
 
-fixed("parallel.pipeline-unread", "dead", "the script's PipelineModule says it; this copy is unread")
+fixed(
+    "parallel.pipeline-unread", "dead", "the script's PipelineModule says it; this copy is unread"
+)
 fixed("parallel.pipeline", "dead", "is read by the pipeline engine alone, which the script starts")
 fixed("parallel.rank-order", "performance-only", "the order of ranks moves no number")
 fixed("parallel.sequence-dtype", "dead", "is read with sequence parallelism alone")
@@ -167,5 +171,7 @@ fixed("model.layer-drop", "refused", "not in this release: progressive layer dro
 refused_unless("model.hybrid", (False,), "DeepSpeed's hybrid engine", off="off")
 fixed("model.hybrid-tuning", "refused", "not in this release: DeepSpeed's hybrid engine")
 fixed("model.quantized", "refused", "not in this release: quantised weights, made for inference")
-fixed("model.compression", "refused", "not in this release: compression and quantisation in training")
+fixed(
+    "model.compression", "refused", "not in this release: compression and quantisation in training"
+)
 fixed("model.sparse-attention", "refused", "not in this release: sparse attention is the model's")

@@ -85,7 +85,9 @@ def _overflow(source: Source, leaf: Leaf) -> Outcome:
             "DeepSpeed goes on with gradients that are not finite; here, too",
             trainer__on_nonfinite="continue",
         )
-    return exact("a step with gradients that are not finite is skipped", trainer__on_nonfinite="skip")
+    return exact(
+        "a step with gradients that are not finite is skipped", trainer__on_nonfinite="skip"
+    )
 
 
 @rule("precision.half-masters", "Masters, gradients or moments in half precision.")

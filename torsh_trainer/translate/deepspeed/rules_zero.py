@@ -88,8 +88,8 @@ def _overlap(source: Source, leaf: Leaf) -> Outcome:
 def _unused(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value:
         return approximate(
-            "ddp refuses parameters without a gradient unless strategy.find_unused_parameters=true; "
-            "fsdp passes over them"
+            "ddp refuses parameters without a gradient unless "
+            "strategy.find_unused_parameters=true; fsdp passes over them"
         )
     return approximate("DeepSpeed raises on them in stage 2; ddp does, too, fsdp passes over them")
 

@@ -176,7 +176,9 @@ class _Reading:
         if path in keys.blocks() and (key := keys.find(path)) is None:
             if value == {} or (value is None and path in keys.OPTIONAL_BLOCKS):
                 return Leaf(path, dotted, value, place, None)
-            self.problem(place, f"{dotted!r} wants an object {{...}}, not {_shown(value)}", engine=True)
+            self.problem(
+                place, f"{dotted!r} wants an object {{...}}, not {_shown(value)}", engine=True
+            )
             return None
         key = keys.find(path)
         if key is None or (len(written) > 1 and self.scalar_above(path, key)):
@@ -249,13 +251,11 @@ class _Reading:
         return Leaf(leaf.path, leaf.written, leaf.value, leaf.place, key, leaf.note, what)
 
     def unknown(self, written: Path, path: Path, place: Place, value: Any) -> Leaf:
-        depth = next(
-            (n for n in range(1, len(path)) if path[:n] not in keys.blocks()), len(path)
-        )
+        depth = next((n for n in range(1, len(path)) if path[:n] not in keys.blocks()), len(path))
         leaf = Leaf(path, ".".join(written), value, place, None)
-        if path[0] in ELSEWHERE or self.is_remark(path) or self.document.dialect == "gpt-neox":
-            if not (len(path) > 1 and path[:1] in keys.blocks()):
-                return leaf
+        foreign = path[0] in ELSEWHERE or self.document.dialect == "gpt-neox"
+        if (foreign or self.is_remark(path)) and path[:1] not in keys.blocks():
+            return leaf
         top = path[:depth]
         if top in self.reported:
             return leaf
@@ -325,9 +325,7 @@ def _advice(path: Path) -> str:
         known[len(parent)]
         for known in keys.schema()
         if known[: len(parent)] == parent and len(known) > len(parent)
-    } | {
-        alias[-1] for alias in keys.ALIASES if alias[:-1] == parent
-    }
+    } | {alias[-1] for alias in keys.ALIASES if alias[:-1] == parent}
     everywhere: dict[str, str] = {}
     for known in keys.schema():
         for length in range(1, len(known) + 1):

@@ -36,9 +36,18 @@ RULE_MODULES = (
 )
 """Importing them enters their rules."""
 
+AS_IT_STANDS = Options()
+"""No world, the newest version, nothing around DeepSpeed."""
+
 _SECRET = "api_key"
 
-_DEFAULTS = ("zero_optimization.stage", "gradient_clipping", "gradient_accumulation_steps")
+_DEFAULTS = (
+    "zero_optimization.stage",
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+    "optimizer.type",
+    "scheduler.type",
+)
 _DEFAULTS_HALF = ("communication_data_type", "data_types.grad_accum_dtype")
 _DEFAULTS_SCALE = (
     "fp16.loss_scale",
@@ -50,15 +59,11 @@ _DEFAULTS_SCALE = (
 _DEFAULTS_ADAM = tuple(
     f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay", "torch_adam")
 )
-_DEFAULTS_WARMUP = tuple(
-    f"scheduler.params.{name}" for name in ("warmup_num_steps", "warmup_type")
-)
-_DEFAULTS_RANGE = tuple(
-    f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr")
-)
+_DEFAULTS_WARMUP = tuple(f"scheduler.params.{name}" for name in ("warmup_num_steps", "warmup_type"))
+_DEFAULTS_RANGE = tuple(f"scheduler.params.{name}" for name in ("warmup_min_lr", "warmup_max_lr"))
 
 
-def translate(source: str | Path | Mapping[str, Any], options: Options = Options()) -> Plan:
+def translate(source: str | Path | Mapping[str, Any], options: Options = AS_IT_STANDS) -> Plan:
     """The native plan for the DeepSpeed configuration ``source`` (a path, a dict, or base64).
 
     Raises:
@@ -76,14 +81,15 @@ def translate(source: str | Path | Mapping[str, Any], options: Options = Options
     for leaf in found.leaves:
         line, column = leaf.place.line, leaf.place.column
         ledger.enter(leaf.written, _shown(leaf), line=line, column=column)
-    for leaf in (*found.leaves, *_defaults(found)):
+    every = [(leaf, True) for leaf in found.leaves] + [(leaf, False) for leaf in _defaults(found)]
+    for leaf, given in every:
         chosen = _rule_for(found, leaf)
         if chosen is None:
             continue
         outcome = chosen.apply(found, leaf)
         choices.update(outcome.choices)
         values.update(outcome.values)
-        ledger.take([_finding(leaf, chosen, outcome)])
+        ledger.take([_finding(leaf, chosen, outcome, given=given)])
     values.update(_launched(options))
     return Plan(
         source=document.name,
@@ -143,8 +149,8 @@ def _defaults(source: Source) -> Iterator[Leaf]:
     """Keys that the file leaves out and whose default decides something."""
     for dotted in _wanted(source):
         path = tuple(dotted.split("."))
-        short = path[0] == "zero_optimization" and (path[0],) in source.found
-        if path not in source.found and not short:
+        short = source.found.get(path[:1])  # zero_optimization: true
+        if path not in source.found and not (short and isinstance(short.value, bool)):
             key = keys.schema()[path]
             yield Leaf(path, dotted, key.default, Place(), key)
 
@@ -168,16 +174,19 @@ def _wanted(source: Source) -> Iterator[str]:
             yield "scheduler.params.total_num_steps"
 
 
-def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome) -> Finding:
+def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome, *, given: bool) -> Finding:
     settings = [f"{group}={option}" for group, option in outcome.choices.items()]
     settings += [f"{key}={_text(value)}" for key, value in outcome.values.items()]
     why = "; ".join(filter(None, [leaf.mismatch or outcome.why, leaf.note]))
     removed = leaf.key is not None and leaf.key.removed
     if removed:
         why += "; DeepSpeed 0.19.8 refuses the key"
+    value = _shown(leaf)
+    if not given and value is None and len(outcome.values) == 1:
+        value = next(iter(outcome.values.values()))  # the default that the rule knows
     return Finding(
         key=leaf.written,
-        value=_shown(leaf),
+        value=value,
         line=leaf.place.line,
         column=leaf.place.column,
         verdict=outcome.verdict,
@@ -185,7 +194,7 @@ def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome) -> Finding:
         why=why,
         rule=chosen.id,
         engine_takes=outcome.engine_takes and not removed,
-        given=bool(leaf.place.line) or leaf.path in (),
+        given=given,
     )
 
 
@@ -195,11 +204,10 @@ def _shown(leaf: Leaf) -> Any:
 
 
 def _text(value: Any) -> str:
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else _plain(value)
-
-
-def _plain(value: Any) -> str:
-    return "null" if value is None else str(value)
+    """As an override on the command line has it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
 
 
 def _launched(options: Options) -> dict[str, Any]:
