@@ -1,4 +1,4 @@
-"""Public files: each is translated whole or refused in words, as the live engine takes it or not."""
+"""Public files: each is translated whole or refused in words, as the live engine takes it."""
 
 from __future__ import annotations
 

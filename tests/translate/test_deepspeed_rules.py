@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 
 from torsh_trainer.errors import ConfigError
@@ -275,7 +277,7 @@ class TestOthers:
 
 
 class TestAuto:
-    FILE = {
+    FILE: ClassVar[dict[str, Any]] = {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",

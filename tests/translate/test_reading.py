@@ -174,7 +174,7 @@ def test_lenient_only_warns_of_what_deepspeed_passes_over(write, finding_of):
     assert "did you mean 'zero_optimization'" in plan.warnings[0]
     assert finding_of(plan, "zero_optimisation.stage").verdict == "dead"
     strict = write('{"train_batch_size": 8, "fp16": {"enable": true}}')
-    with pytest.raises(ConfigError, match="knows no key 'fp16.enable'"):
+    with pytest.raises(ConfigError, match=r"knows no key 'fp16\.enable'"):
         translate(strict, Options(lenient=True))
 
 

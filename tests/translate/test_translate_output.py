@@ -18,8 +18,8 @@ from torsh_trainer.translate import report
 EXACT = """\
 { # fp32, stage 1
   train_batch_size: 64
-  optimizer: {type: AdamW, params: {lr: 1e-5, torch_adam: true, weight_decay: 0.1}}
-  scheduler: {type: WarmupLR, params: {warmup_num_steps: 10, warmup_max_lr: 1e-5}}
+  optimizer: {type: "AdamW", params: {lr: 1e-5, torch_adam: true, weight_decay: 0.1}}
+  scheduler: {type: "WarmupLR", params: {warmup_num_steps: 10, warmup_max_lr: 1e-5}}
   zero_optimization: {stage: 1}
 }
 """
@@ -185,7 +185,7 @@ class Page(HTMLParser):
 
 
 def test_the_page_needs_no_other_file_and_runs_nothing_of_the_source(write, capsys, tmp_path):
-    text = EXACT.replace("AdamW", "'<script>alert(1)</script>'")
+    text = EXACT.replace("AdamW", "<script>alert(1)</script>")
     translated(capsys, write(text), "--report", tmp_path / "r.html")
     page = Page()
     content = (tmp_path / "r.html").read_text()
