@@ -129,6 +129,11 @@ class TestStages:
         found = finding_of(plan, "zero_optimization.prefetch_bucket_size")
         assert found.verdict == "performance-only"
 
+    def test_groups_that_do_not_divide_the_world_are_refused(self, plan_of):
+        zero = {"zero_optimization": {"stage": 3, "mics_shard_size": 4}}
+        assert plan_of(zero, world_size=8).values["strategy.shard_size"] == 4
+        assert plan_of(zero, world_size=6).exit_code == 11
+
     def test_what_would_change_numbers_is_refused_only_when_it_is_on(self, plan_of, finding_of):
         for value, verdict in ((False, "dead"), (True, "refused")):
             plan = plan_of({"zero_optimization": {"stage": 3, "zero_quantized_weights": value}})
@@ -201,7 +206,9 @@ class TestOptimizer:
         assert "not in this release" in finding.why
 
     def test_one_bit_adam_is_only_like_our_compression(self, plan_of):
-        plan = plan_of({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 7}}})
+        optimizer = {"type": "OneBitAdam", "params": {"freeze_step": 7}}
+        plan = plan_of({"optimizer": optimizer, "fp16": {"enabled": True}})
+        assert plan.values["precision.reduce"] == "fp32"  # compression alone says how they travel
         assert plan.choices["compression"] == "onebit"
         assert plan.values["compression.warmup_steps"] == 7
         assert plan.exit_code == 10

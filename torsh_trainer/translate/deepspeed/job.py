@@ -94,6 +94,11 @@ def strategy(source: Source) -> Literal["ddp", "fsdp"]:
     return "fsdp" if stage(source) >= 2 or offloads(source) else "ddp"
 
 
+def compresses(source: Source) -> bool:
+    """1-bit Adam where our compression takes its place: unsharded, under ddp."""
+    return optimizer_name(source) == "onebitadam" and stage(source) == 0
+
+
 def accumulates(source: Source) -> bool:
     """More than one micro-batch a step, as far as the file alone says."""
     steps = source.get("gradient_accumulation_steps")

@@ -68,6 +68,11 @@ def _norm(value: Any, why: str) -> Outcome:
 
 @rule("gradients.dtype", "Gradients cross processes in the communication dtype.")
 def _dtype(source: Source, leaf: Leaf) -> Outcome:
+    if job.compresses(source):
+        return approximate(
+            "compression says in what form gradients travel: 1 bit, and fp32 until then",
+            precision__reduce="fp32",
+        )
     precision = job.precision(source)
     own = _HALF.get(precision, "fp32")
     dtype = (leaf.value or own).lower()

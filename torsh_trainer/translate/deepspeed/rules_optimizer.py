@@ -73,7 +73,7 @@ def _type(source: Source, leaf: Leaf) -> Outcome:
 
 def _one_bit(source: Source) -> Outcome:
     choices = {"optimizer": "adamw"}
-    if job.strategy(source) == "ddp" and job.stage(source) == 0:
+    if job.compresses(source):
         choices["compression"] = "onebit"
     return Outcome(
         "approximate",
@@ -180,7 +180,7 @@ def _max_grad_norm(source: Source, leaf: Leaf) -> Outcome:
 def _freeze(source: Source, leaf: Leaf) -> Outcome:
     if job.optimizer_name(source) != ONE_BIT:
         return _other(source, leaf)
-    if job.strategy(source) == "ddp" and job.stage(source) == 0:
+    if job.compresses(source):
         return approximate(
             "gradients travel whole until then", compression__warmup_steps=leaf.value
         )

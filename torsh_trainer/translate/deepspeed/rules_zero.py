@@ -100,6 +100,8 @@ def _mics(source: Source, leaf: Leaf) -> Outcome:
         return dead("off")
     if job.stage(source) != 3:
         return dead("is read in stage 3 alone")
+    if source.world_size is not None and source.world_size % leaf.value:
+        return refused(f"{source.world_size} processes do not divide into groups of {leaf.value}")
     return exact(
         "shards within groups of so many processes, and replicas over them",
         strategy__shard_size=leaf.value,
