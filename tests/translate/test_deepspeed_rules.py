@@ -150,7 +150,7 @@ class TestPrecision:
             ({}, None, None),
             ({"bf16": {"enabled": True}}, "bf16_true", "bf16"),
             ({"bfloat16": {"enabled": True}}, "bf16_true", "bf16"),
-            ({"fp16": {"enabled": True}}, "fp16_mixed", "fp16"),
+            ({"fp16": {"enabled": True}}, "fp16_true", "fp16"),
             ({"torch_autocast": {"enabled": True}}, "bf16_mixed", "fp32"),
             (
                 {"bf16": {"enabled": True}, "communication_data_type": "fp32"},
@@ -163,6 +163,44 @@ class TestPrecision:
         plan = plan_of(config)
         assert plan.choices.get("precision") == precision
         assert plan.values.get("precision.reduce") == reduce
+
+    @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+    def test_exact_reproduces_roundings_and_clean_says_what_differs(self, dtype, finding_of):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            dtype: {"enabled": True},
+            "zero_optimization": {"stage": 3},
+        }
+        exact, clean = (translate(config, Options(mode=mode)) for mode in ("exact", "clean"))
+        quirks = {
+            "precision.rounded_start": True,
+            "precision.gradients": dtype,
+            "precision.rounded_products": True,
+        }
+        if dtype == "fp16":
+            quirks["precision.loss_scaling.growth_delay"] = 1
+            quirks["precision.loss_scaling.divide_by_grown"] = True
+        assert quirks.items() <= exact.values.items()
+        assert not quirks.keys() & clean.values.keys()
+        assert clean.choices["precision"] == exact.choices["precision"]
+        for key in (f"{dtype}.enabled", "data_types.grad_accum_dtype"):
+            assert finding_of(exact, key).verdict == "emulated"
+            assert finding_of(clean, key).verdict == "approximate"
+
+    def test_stage_0_takes_a_phantom_step_at_the_optimizers_rate(self, plan_of, finding_of):
+        plan = plan_of({"bf16": {"enabled": True}, **adam(lr=0.25, torch_adam=True)})
+        assert plan.values["trainer.phantom_lr"] == 0.25
+        assert finding_of(plan, "bf16.enabled").verdict == "emulated"
+        fast = plan_of({"bf16": {"enabled": True}, **adam(lr=0.25, weight_decay=0.1)})
+        assert finding_of(fast, "bf16.enabled").verdict == "approximate"
+        unknown = plan_of({"bf16": {"enabled": True}})
+        assert finding_of(unknown, "bf16.enabled").verdict == "approximate"
+
+    def test_stage_0_in_fp16_is_what_was_meant(self, plan_of, finding_of):
+        found = finding_of(plan_of({"fp16": {"enabled": True}, **adam()}), "fp16.enabled")
+        assert found.verdict == "approximate"
+        assert "not multiplied" in found.why
 
     def test_a_fixed_scale_leaves_the_knobs_of_a_dynamic_one_dead(self, plan_of, finding_of):
         plan = plan_of({"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 2}})

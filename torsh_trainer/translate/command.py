@@ -11,7 +11,7 @@ from pathlib import Path
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate import report
 from torsh_trainer.translate.deepspeed import versions
-from torsh_trainer.translate.deepspeed.source import CONTEXTS, Options
+from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES, Options
 from torsh_trainer.translate.deepspeed.translator import translate
 from torsh_trainer.translate.recipe import recipe_of
 from torsh_trainer.translate.table import table_of
@@ -32,11 +32,12 @@ def main(argv: Sequence[str]) -> int:
     plan = translate(
         options.file,
         Options(
-            world_size=_positive(options.world_size),
+            world_size=positive(options.world_size),
             version=versions.parse(options.source_version),
             context=options.context,
+            mode=options.mode,
             lenient=options.lenient,
-            settings=_settings(options.set),
+            settings=settings_of(options.set),
         ),
     )
     if options.output is not None:
@@ -58,7 +59,12 @@ def _check_report(path: Path | None) -> None:
         )
 
 
-def _positive(world_size: int | None) -> int | None:
+def positive(world_size: int | None) -> int | None:
+    """``--world-size``, checked.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
     if world_size is not None and world_size < 1:
         raise ConfigError(
             f"--world-size {world_size} is no number of processes", fix="give 1 or more"
@@ -66,7 +72,12 @@ def _positive(world_size: int | None) -> int | None:
     return world_size
 
 
-def _settings(texts: Sequence[str]) -> dict[str, str]:
+def settings_of(texts: Sequence[str]) -> dict[str, str]:
+    """The ``--set NAME=VALUE`` of a command line.
+
+    Raises:
+        ConfigError: one of them is something else.
+    """
     settings = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -117,6 +128,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=CONTEXTS,
         default="raw",
         help='who hands the file to DeepSpeed: it decides on clipping and "auto"',
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="exact",
+        help="exact reproduces roundings and start-up quirks, so that a run can be continued; "
+        "clean states what the author meant, and says what differs; default: exact",
     )
     parser.add_argument(
         "--set",

@@ -65,6 +65,7 @@ class Plan:
     engine: str
     version: str
     context: str
+    mode: str
     world_size: int | None
     choices: Mapping[str, str]
     values: Mapping[str, Any]

@@ -24,6 +24,7 @@ def as_json(plan: Plan) -> str:
         "engine": plan.engine,
         "version": plan.version,
         "context": plan.context,
+        "mode": plan.mode,
         "world_size": plan.world_size,
         "exit_code": plan.exit_code,
         "counts": plan.counts,
@@ -51,13 +52,14 @@ def as_html(plan: Plan) -> str:
         for verdict in VERDICTS
     )
     world = f", {plan.world_size} processes" if plan.world_size else ""
+    context = f"context {plan.context}, mode {plan.mode}"
     parts = [
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{style}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(f'{plan.engine} {plan.version}, context {plan.context}{world}')}</p>",
+        f"<p>{escape(f'{plan.engine} {plan.version}, {context}{world}')}</p>",
         f'<ul class="counts">{counts}</ul>',
         *(f'<p class="warning">{escape(warning)}</p>' for warning in plan.warnings),
         "<h2>Every key</h2>",

@@ -22,7 +22,8 @@ def table_of(plan: Plan, *, width: int) -> str:
 
 def _lines(plan: Plan, width: int) -> Iterator[str]:
     world = f", {plan.world_size} processes" if plan.world_size else ""
-    yield f"{plan.source}: {plan.engine} {plan.version}, context {plan.context}{world}"
+    context = f"context {plan.context}, mode {plan.mode}"
+    yield f"{plan.source}: {plan.engine} {plan.version}, {context}{world}"
     for warning in plan.warnings:
         yield f"warning: {warning}"
     yield ""

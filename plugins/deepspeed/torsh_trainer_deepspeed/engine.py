@@ -35,6 +35,8 @@ class DeepSpeedEngine(NativeEngine):
     the number of accumulated micro-batches, which it is told not to do.
     """
 
+    emulates = False
+
     def __init__(
         self,
         wrapped: Any,

@@ -195,7 +195,6 @@ class TestLateness:
         assert "rank 0 died with exit code 3" in text
         assert "rank 1 did not enter it" in text
 
-
     def test_one_that_another_member_has_just_freed_may_leave_by_itself(self):
         """Its main thread is no longer held, but has not left the call when its own watch ends."""
 

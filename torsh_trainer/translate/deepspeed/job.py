@@ -94,6 +94,30 @@ def strategy(source: Source) -> Literal["ddp", "fsdp"]:
     return "fsdp" if stage(source) >= 2 or offloads(source) else "ddp"
 
 
+def phantom_lr(source: Source, *, share: float) -> tuple[float | None, str]:
+    """The rate of the step that stage 0 takes while it starts, and what is in doubt about it.
+
+    Weights decay by it. DeepSpeed's forward sees the decayed ones from the second step on, ours
+    from the first: the same as long as none decays by more than ``share`` of itself.
+    """
+    name = optimizer_name(source)
+    if not name:
+        return None, "the script builds the optimizer, whose rate this step takes: left out"
+    lr = source.get("optimizer.params.lr")
+    if lr is None:
+        lr = 1e-3
+    decay = source.get("optimizer.params.weight_decay") or 0.0
+    if lr * decay > share:
+        return lr, "weights decay so fast that the first forward sees it"
+    return lr, ""
+
+
+def holds_low(source: Source) -> bool:
+    """Gradients are held in half precision, and the translation is to hold them so."""
+    sums = source.get("data_types.grad_accum_dtype")
+    return source.reproduces and precision(source) in ("bf16", "fp16") and sums != "fp32"
+
+
 def compresses(source: Source) -> bool:
     """1-bit Adam where our compression takes its place: unsharded, under ddp."""
     return optimizer_name(source) == "onebitadam" and stage(source) == 0

@@ -128,7 +128,7 @@ ZERO = Block(
     zero_quantized_weights             bool      false   zero.quantized
     zero_quantized_nontrainable_weights bool     false   zero.quantized
     zero_quantized_gradients           bool      false   zero.quantized
-    memory_efficient_linear            bool      true    zero.inherent
+    memory_efficient_linear            bool      true    zero.linear
     pipeline_loading_checkpoint        bool      false   checkpoint.layout
     override_module_apply              bool      true    zero.inherent
     log_trace_cache_warnings           bool      false   log.phases

@@ -83,9 +83,10 @@ def exact(why: str, **settings: Any) -> Outcome:
     return Outcome("exact", why, values=_dotted(settings))
 
 
-def approximate(why: str, **settings: Any) -> Outcome:
+def approximate(why: str, *, engine_takes: bool = True, **settings: Any) -> Outcome:
     """Not the same, as ``why`` says."""
-    return Outcome("approximate", why, values=_dotted(settings))
+    values = _dotted(settings)
+    return Outcome("approximate", why, values=values, engine_takes=engine_takes)
 
 
 def faster(why: str, **settings: Any) -> Outcome:

@@ -83,8 +83,8 @@ def _dtype(source: Source, leaf: Leaf) -> Outcome:
             f"summed in fp32; DeepSpeed rounds the sum back to {own}, here it stays fp32",
             precision__reduce="fp32",
         )
-    if dtype == own == "bf16":
-        return exact("gradients travel in bf16, as DeepSpeed's do", precision__reduce="bf16")
+    if dtype == own:
+        return exact(f"gradients travel in {own}, as DeepSpeed's do", precision__reduce=own)
     return approximate(
         f"gradients are rounded to {dtype} to travel; where the rounding happens differs "
         "(about 2e-5 of the loss was measured for bf16 under fp32)",

@@ -52,7 +52,10 @@ def _type(source: Source, leaf: Leaf) -> Outcome:
     name = job.optimizer_name(source)
     if leaf.value is None:
         return approximate("missing: the script builds its optimizer; choose the same here")
-    no_decay = {"optimizer.no_decay": False}
+    no_decay: dict[str, Any] = {"optimizer.no_decay": False}
+    torchs = name not in ADAM or source.get("optimizer.params.torch_adam")
+    if source.reproduces and torchs and ("optimizer", "params", "fused") not in source.found:
+        no_decay["optimizer.fused"] = False  # torch's fused kernels round otherwise
     if name == "adam":
         option = "adamw" if source.get("optimizer.params.adam_w_mode") else "adam"
         why = (

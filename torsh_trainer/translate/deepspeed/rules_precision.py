@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torsh_trainer.translate.deepspeed import job
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
@@ -15,30 +17,46 @@ from torsh_trainer.translate.deepspeed.rules import (
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
-_START = "DeepSpeed's fp32 masters start from rounded weights, ours from the weights themselves"
+_START = "DeepSpeed's fp32 masters start from rounded weights"
+_CLEAN = f"{_START}, ours from the weights themselves (7e-4 of the loss was measured)"
+_BUG = (
+    "DeepSpeed 0.19.6 to 0.19.8 divide by a scale in stage 0 by which they have not multiplied: "
+    "this translates what was meant"
+)
 
 
-@rule("precision.bf16", "The module in bf16 over fp32 masters.")
+@rule("precision.bf16", "The module in bf16 over fp32 masters, which begin as rounded weights.")
 def _bf16(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return exact("off")
-    why = f"bf16 forward and backward over fp32 masters; {_START} (7e-4 of the loss was measured)"
-    if job.stage(source) == 0:
-        why += "; and stage 0 takes a phantom step of the optimizer at the start, which is left out"
-    return Outcome("approximate", why, choices={"precision": "bf16_true"})
+    return _half(source, leaf, "bf16", share=2.0**-10)
 
 
-@rule("precision.fp16", "Computing in fp16 with loss scaling.")
+@rule("precision.fp16", "The module in fp16 over fp32 masters, with loss scaling.")
 def _fp16(source: Source, leaf: Leaf) -> Outcome:
+    return _half(source, leaf, "fp16", share=2.0**-13)
+
+
+def _half(source: Source, leaf: Leaf, dtype: str, *, share: float) -> Outcome:
+    """``share`` of a weight that decays in the phantom step moves none to its next value."""
     if not leaf.value:
         return exact("off")
-    why = f"fp16 by autocast over fp32 parameters instead of a module in fp16; {_START}"
-    if job.stage(source) == 0:
-        why += (
-            "; DeepSpeed 0.19.6 to 0.19.8 divide by a scale in stage 0 by which they have not "
-            "multiplied: this translates what was meant"
-        )
-    return Outcome("approximate", why, choices={"precision": "fp16_mixed"})
+    why = f"{dtype} forward and backward over fp32 masters"
+    choices = {"precision": f"{dtype}_true"}
+    if not source.reproduces:
+        why += f"; {_CLEAN}"
+        if job.stage(source) == 0:
+            why += "; its stage 0 takes a phantom step at the start, which is left out"
+        return Outcome("approximate", why, choices=choices)
+    values: dict[str, Any] = {"precision.rounded_start": True}
+    if job.stage(source) > 0:
+        return Outcome("emulated", f"{why}; {_START}, and so do ours", choices, values)
+    lr, doubt = job.phantom_lr(source, share=share)
+    values["trainer.phantom_lr"] = lr
+    why += f"; {_START}, and stage 0 takes a step with gradients of zero before the first"
+    doubts = [doubt] if doubt else []
+    doubts += [_BUG] if dtype == "fp16" else []
+    return Outcome(
+        "approximate" if doubts else "emulated", "; ".join([why, *doubts]), choices, values
+    )
 
 
 @rule("precision.autocast", "torch.autocast over fp32 parameters.")
@@ -100,8 +118,8 @@ def _half_masters(source: Source, leaf: Leaf) -> Outcome:
 @rule("precision.inputs", "Casting the inputs of the model.")
 def _inputs(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value:
-        return exact("autocast takes inputs of any dtype")
-    return approximate("autocast casts inputs by itself; DeepSpeed leaves that to the script")
+        return exact("inputs of floating point are cast")
+    return approximate("inputs are cast here; DeepSpeed leaves that to the script")
 
 
 @rule("precision.accumulation", "The dtype in which micro-batches add up.")
@@ -109,8 +127,21 @@ def _accumulation(source: Source, leaf: Leaf) -> Outcome:
     precision = job.precision(source)
     own = precision if precision in ("bf16", "fp16") else "fp32"
     dtype = leaf.value or own
+    if own != "fp32" and dtype != own and job.stage(source) == 0:
+        return approximate(
+            f"DeepSpeed refuses to add up in {dtype} at stage 0, beside {own}; here it is done",
+            engine_takes=False,
+            precision__gradients=dtype,
+        )
     if dtype == "fp32":
         return exact("micro-batches add up in fp32")
+    sums_whole = job.strategy(source) == "fsdp" and job.stage(source) < 2
+    if source.reproduces and dtype == own and not sums_whole:
+        return Outcome(
+            "emulated",
+            f"gradients are held in {dtype}: rounded to it after every micro-batch",
+            values={"precision.gradients": dtype},
+        )
     if not job.accumulates(source):
         return exact("there is nothing to add up: one micro-batch a step")
     return approximate(
@@ -173,12 +204,24 @@ def _initial(source: Source, leaf: Leaf) -> Outcome:
 def _window(source: Source, leaf: Leaf) -> Outcome:
     if _static(source):
         return dead("the scale is fixed")
-    return approximate(
-        "DeepSpeed's first growth after the start or an overflow comes one step later, and it "
-        "halves the update of a step at which the scale grows",
-        precision__loss_scaling__growth_interval=leaf.value,
-        precision__loss_scaling__growth_factor=2.0,
-        precision__loss_scaling__backoff_factor=0.5,
+    values: dict[str, Any] = {
+        "precision.loss_scaling.growth_interval": leaf.value,
+        "precision.loss_scaling.growth_factor": 2.0,
+        "precision.loss_scaling.backoff_factor": 0.5,
+    }
+    if not source.reproduces:
+        return Outcome(
+            "approximate",
+            "DeepSpeed's first growth after the start or an overflow comes one step later, and it "
+            "halves the update of a step at which the scale grows",
+            values=values,
+        )
+    values["precision.loss_scaling.growth_delay"] = 1
+    values["precision.loss_scaling.divide_by_grown"] = True
+    return Outcome(
+        "emulated",
+        "a first growth comes one step later, and halves the update of its step",
+        values=values,
     )
 
 

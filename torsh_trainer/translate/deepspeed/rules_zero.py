@@ -18,24 +18,31 @@ from torsh_trainer.translate.deepspeed.rules import (
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
+_UNUSED = "; a parameter that no forward reaches stays, where DeepSpeed's optimizer decays it"
+
 
 @rule("zero.stage", "Stage 0 is ddp, 1 ddp with a sharded optimizer, 2 and 3 are fsdp.")
 def _stage(source: Source, leaf: Leaf) -> Outcome:
     stage = job.stage(source)
+    values: dict[str, Any]
     if job.strategy(source) == "ddp":
-        why = "every process holds the whole model" + (
-            "; the optimizer state is sharded" if stage == 1 else ""
+        why = (
+            "every process holds the whole model"
+            + ("; the optimizer state is sharded" if stage == 1 else "")
+            + _UNUSED
         )
-        return Outcome(
-            "exact", why, choices={"strategy": "ddp"}, values={"strategy.zero1": stage == 1}
-        )
-    values: dict[str, Any] = {"strategy.reshard_after_forward": stage == 3}
+        values = {"strategy.zero1": stage == 1}
+        if source.reproduces and source.get("zero_optimization.ignore_unused_parameters"):
+            values["strategy.find_unused_parameters"] = True
+        return Outcome("exact", why, choices={"strategy": "ddp"}, values=values)
+    values = {"strategy.reshard_after_forward": stage == 3}
     why = {
         1: "with the optimizer offloaded: parameters stay gathered between forward and backward",
         2: "parameters stay gathered between forward and backward",
         3: "parameters are gathered block by block",
     }[stage]
-    if stage >= 2 and job.accumulates(source):
+    why += _UNUSED
+    if stage >= 2 and (job.accumulates(source) or job.holds_low(source)):
         values["strategy.reduce_every_micro_batch"] = True
         why += "; every micro-batch is reduced, as DeepSpeed does"
     return Outcome("exact", why, choices={"strategy": "fsdp"}, values=values)
@@ -88,8 +95,8 @@ def _overlap(source: Source, leaf: Leaf) -> Outcome:
 def _unused(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value:
         return approximate(
-            "ddp refuses parameters without a gradient unless "
-            "strategy.find_unused_parameters=true; fsdp passes over them"
+            "DeepSpeed updates them as if their gradient were zero: momentum and decay move them; "
+            "here they stay"
         )
     return approximate("DeepSpeed raises on them in stage 2; ddp does, too, fsdp passes over them")
 
@@ -123,6 +130,22 @@ def _leaf(source: Source, leaf: Leaf) -> Outcome:
     return faster(
         "fsdp gathers these as units; add the other blocks to strategy.wrap_modules, or leave it "
         f"empty for all repeated blocks: {', '.join(names)}"
+    )
+
+
+@rule("zero.linear", "At stage 3, linear layers round the product before they add the bias.")
+def _linear(source: Source, leaf: Leaf) -> Outcome:
+    if job.stage(source) != 3 or not leaf.value:
+        return faster("torch's own linear layers")
+    if job.precision(source) not in ("bf16", "fp16"):
+        return exact("the same linear layers, a rounding of fp32 apart")
+    why = "DeepSpeed rounds the product of a linear layer before it adds the bias"
+    if not source.reproduces:
+        return approximate(f"{why}; here it is rounded once")
+    return Outcome(
+        "emulated",
+        f"{why}, and so do torch.nn.Linear here",
+        values={"precision.rounded_products": True},
     )
 
 

@@ -19,6 +19,9 @@ from torsh_trainer.translate.nodes import Node, Place, leaves
 from torsh_trainer.translate.reading import Document
 
 CONTEXTS = ("raw", "hf-trainer", "accelerate", "lightning")
+MODES = ("exact", "clean")
+"""exact reproduces roundings and start-up quirks, so that a run can be continued; clean states what
+the author meant."""
 
 ELSEWHERE = {
     "zero3_init_flag": "Accelerate reads it, not DeepSpeed",
@@ -38,6 +41,7 @@ class Options:
     world_size: int | None = None
     version: versions.Version = versions.NEWEST
     context: str = "raw"
+    mode: str = "exact"
     lenient: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
@@ -97,6 +101,11 @@ class Source:
             return leaf.value
         key = keys.schema()[path]
         return key.default
+
+    @property
+    def reproduces(self) -> bool:
+        """The translation is to give the same bits, quirks included."""
+        return self.options.mode == "exact"
 
     @property
     def removed(self) -> list[str]:

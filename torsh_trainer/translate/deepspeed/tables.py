@@ -19,7 +19,7 @@ def dtypes_of(
     """What holds which dtype in DeepSpeed and here."""
     precision = job.precision(source)
     own = precision if precision in ("bf16", "fp16") else "fp32"
-    low = "fp16" if choices.get("precision") == "fp16_mixed" else "bf16"
+    low = "fp16" if choices.get("precision", "").startswith("fp16") else "bf16"
     computes = f"{low} by autocast" if precision == "autocast" else own
     sent = (source.get("communication_data_type") or own).lower()
     adds = source.get("data_types.grad_accum_dtype") or own
@@ -29,6 +29,7 @@ def dtypes_of(
         "fp32": ("fp32", "fp32"),
         "bf16_true": ("bf16", "bf16"),
         "bf16_mixed": ("fp32", "bf16 by autocast"),
+        "fp16_true": ("fp16", "fp16"),
         "fp16_mixed": ("fp32", "fp16 by autocast"),
     }[mine]
     reduce = values.get("precision.reduce", "fp32")
@@ -36,7 +37,7 @@ def dtypes_of(
         DTypes("parameters", own, native[0]),
         DTypes("compute", computes, native[1]),
         DTypes("gradient communication", sent, reduce),
-        DTypes("accumulation", adds, "fp32"),
+        DTypes("accumulation", adds, values.get("precision.gradients", "fp32")),
         DTypes("master", "fp32", "fp32"),
         DTypes("optimizer state", "fp32", "fp32"),
         DTypes("buffers", buffers, "as the model has them"),
@@ -65,7 +66,7 @@ def memory_of(
     else:
         after = 16.0 / (values.get("strategy.shard_size") or world)
         if not values.get("strategy.reshard_after_forward", True):
-            after += 2.0 if choices.get("precision") == "bf16_true" else 4.0
+            after += 2.0 if choices.get("precision") in ("bf16_true", "fp16_true") else 4.0
     return Memory(
         before,
         after,

@@ -96,6 +96,7 @@ def translate(source: str | Path | Mapping[str, Any], options: Options = AS_IT_S
         engine="deepspeed",
         version=versions.shown(options.version),
         context=options.context,
+        mode=options.mode,
         world_size=found.world_size,
         choices=choices,
         values=values,
@@ -159,6 +160,8 @@ def _wanted(source: Source) -> Iterator[str]:
     yield from _DEFAULTS
     if job.precision(source) != "fp32":
         yield from _DEFAULTS_HALF
+        if job.stage(source) == 3:
+            yield "zero_optimization.memory_efficient_linear"
     if job.precision(source) == "fp16":
         yield from _DEFAULTS_SCALE
     if job.precision(source) == "bf16":
@@ -214,3 +217,22 @@ def _launched(options: Options) -> dict[str, Any]:
     if options.world_size is None:
         return {}
     return {"launcher.num_processes": options.world_size}
+
+
+def filled(
+    source: str | Path | Mapping[str, Any], options: Options = AS_IT_STANDS
+) -> dict[str, Any]:
+    """The content of the configuration as the engine is to have it: "auto" filled, names current.
+
+    Raises:
+        ConfigError, ResourceError: as ``translate``.
+    """
+    content: dict[str, Any] = {}
+    for leaf in source_of(read(source), options).leaves:
+        if leaf.key is None or leaf.mismatch or leaf.key.removed:
+            continue
+        node = content
+        for name in leaf.path[:-1]:
+            node = node.setdefault(name, {})
+        node[leaf.path[-1]] = leaf.value
+    return content
