@@ -44,7 +44,9 @@ def rerun(argv: Sequence[str]) -> int:
 
 
 def verify(argv: Sequence[str]) -> int:
-    """The verb ``verify +recipe=NAME strategies=[...] [overrides]``."""
+    """The verb ``verify +recipe=NAME strategies=[...] [overrides]``, or ``--source FILE``."""
+    if any(word.partition("=")[0] == "--source" for word in argv):
+        return _prove(argv)
     line = command_line.parse(argv)
     # Imported late, as Hydra is below: --help needs neither.
     from torsh_trainer.config import verifying
@@ -60,6 +62,26 @@ def verify(argv: Sequence[str]) -> int:
         asked.node,
         asked.config,
         recipe=asked.recipe,
+        env=dict(os.environ),
+        import_paths=asked.import_paths,
+        in_words=as_failure,
+    )
+
+
+def _prove(argv: Sequence[str]) -> int:
+    """A translation, tried against the original."""
+    # Imported late, as Hydra is below: --help needs neither.
+    from torsh_trainer.config import proving
+
+    asked = proving.proof(argv)
+    from torsh_trainer.assemble.proving import prove
+    from torsh_trainer.config.wording import as_failure
+
+    return prove(
+        asked.source,
+        asked.options,
+        asked.config,
+        recipe=asked.recipe if asked.has_task else None,
         env=dict(os.environ),
         import_paths=asked.import_paths,
         in_words=as_failure,

@@ -23,8 +23,15 @@ class LossScaler:
     def __init__(self, options: LossScaling) -> None:
         self.options = options
         self.scale = float(options.initial_scale if options.scale is None else options.scale)
-        self._good_steps = 0
+        self._good_steps = -options.growth_delay
         self._patience = options.hysteresis
+
+    @property
+    def divisor(self) -> float:
+        """What gradients of a step are divided by, if they are finite."""
+        if self.options.divide_by_grown and self._grows_next:
+            return self._grown
+        return self.scale
 
     @property
     def at_floor(self) -> bool:
@@ -36,18 +43,17 @@ class LossScaler:
         if self.options.scale is not None:
             return
         if found_nonfinite:
-            self._good_steps = 0
+            self._good_steps = -self.options.growth_delay
             self._patience -= 1
             if self._patience <= 0:
                 self._fall()
             return
-        self._good_steps += 1
-        if self._good_steps == self.options.growth_interval:
+        if self._grows_next:
             self._good_steps = 0
             self._patience = self.options.hysteresis
-            grown = self.scale * self.options.growth_factor
-            if grown <= LARGEST:
-                self.scale = grown
+            self.scale = self._grown
+        else:
+            self._good_steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -63,6 +69,17 @@ class LossScaler:
             self.scale = float(state["scale"])
         self._good_steps = int(state["good_steps"])
         self._patience = int(state["patience"])
+
+    @property
+    def _grows_next(self) -> bool:
+        """A step without overflow would make the scale grow."""
+        dynamic = self.options.scale is None
+        return dynamic and self._good_steps + 1 >= self.options.growth_interval
+
+    @property
+    def _grown(self) -> float:
+        grown = self.scale * self.options.growth_factor
+        return grown if grown <= LARGEST else self.scale
 
     def _fall(self) -> None:
         # A scale that began below the floor is not raised by an overflow.

@@ -18,6 +18,10 @@ class LossScaling:
     ``backoff_factor`` after ``hysteresis`` overflows, by ``growth_factor`` after so many steps
     without one as ``growth_interval`` says, never below ``min_scale``. Defaults are those of
     torch.amp.GradScaler.
+
+    Two knobs are DeepSpeed's ways: ``growth_delay`` are the steps by which the first growth after
+    the start and after an overflow comes later, and ``divide_by_grown`` divides the gradients of a
+    step at which the scale grows by what it has grown to, so that this update is the smaller.
     """
 
     scale: float | None = None
@@ -27,6 +31,8 @@ class LossScaling:
     growth_interval: int = 2000
     hysteresis: int = 1
     min_scale: float = 1.0
+    growth_delay: int = 0
+    divide_by_grown: bool = False
 
     def __post_init__(self) -> None:
         if self.growth_factor <= 1.0 or not 0.0 < self.backoff_factor < 1.0:
@@ -41,6 +47,11 @@ class LossScaling:
                     f"precision.loss_scaling.{name}={getattr(self, name)} is not positive",
                     fix="leave it out to take the default",
                 )
+        if self.growth_delay < 0:
+            raise ConfigError(
+                f"precision.loss_scaling.growth_delay={self.growth_delay} is below 0",
+                fix="0 is torch's way, 1 is DeepSpeed's",
+            )
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,14 @@ class Precision:
 
     ``params`` fp32 with ``compute`` bf16 or fp16 is mixed precision: autocast picks the dtype of
     each operation. ``params`` bf16 is "true" bf16: the whole forward and backward run in bf16
-    while a fp32 master copy is what the optimizer updates and a checkpoint holds. ``reduce`` is
-    the dtype in which gradients cross processes.
+    while a fp32 master copy is what the optimizer updates and a checkpoint holds; fp16 is the same,
+    with loss scaling. ``reduce`` is the dtype in which gradients cross processes.
+
+    Three knobs are for continuing what another engine began: ``gradients`` is the dtype in which
+    they are held, to which a sum over micro-batches is rounded after each of them, before and after
+    it crosses processes. ``rounded_start`` lets the masters begin as the weights rounded to
+    ``params``, instead of the weights themselves. ``rounded_products`` lets a torch.nn.Linear round
+    its product before it adds the bias, where its input has three dimensions or more.
 
     Raises:
         ConfigError: a combination that nobody could honour.
@@ -59,18 +76,21 @@ class Precision:
     params: DTypeName = "fp32"
     compute: DTypeName = "fp32"
     reduce: DTypeName = "fp32"
+    gradients: DTypeName = "fp32"
+    rounded_start: bool = False
+    rounded_products: bool = False
     loss_scaling: LossScaling = LossScaling()
 
     def __post_init__(self) -> None:
-        if self.params == "fp16":
+        if self.params not in ("fp32", self.compute):
             raise ConfigError(
-                "precision.params=fp16 would train without enough range",
-                fix="use precision=fp16_mixed, or precision=bf16_true",
+                f"precision.params={self.params} computes in {self.params}, not in {self.compute}",
+                fix=f"set precision.compute={self.params}, or take precision={self.params}_mixed",
             )
-        if self.params == "bf16" and self.compute != "bf16":
+        if self.rounded_start and self.params == "fp32":
             raise ConfigError(
-                f"precision.params=bf16 computes in bf16, not in {self.compute}",
-                fix="set precision.compute=bf16, or take precision=bf16_mixed",
+                "precision.rounded_start rounds to precision.params, and that is fp32",
+                fix="set precision.params=bf16, or precision.rounded_start=false",
             )
 
     @property
@@ -85,7 +105,7 @@ class Precision:
 
     @property
     def name(self) -> str:
-        """fp32, bf16-mixed, bf16-true or fp16-mixed."""
+        """fp32, bf16-mixed, bf16-true, fp16-mixed or fp16-true."""
         if self.compute == "fp32":
             return "fp32"
         return f"{self.compute}-{'mixed' if self.autocast else 'true'}"

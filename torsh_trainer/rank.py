@@ -616,6 +616,7 @@ def job_of(trainer: Trainer, task: Task, mesh: Mesh, *, saved: Mapping[str, Any]
         sync_batchnorm=trainer.sync_batchnorm,
         max_steps=trainer.max_steps,
         seed=trainer.seed,
+        phantom_lr=trainer.phantom_lr,
         deterministic=trainer.deterministic,
     )
 

@@ -107,6 +107,7 @@ class Trainer:
     eval_every_epochs: int | None = 1
     eval_batches: int | None = None
     seed: int = 0
+    phantom_lr: float | None = None
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     on_nonfinite: Literal["stop", "skip", "continue"] = "stop"

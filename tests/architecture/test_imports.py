@@ -25,6 +25,7 @@ WITHOUT_TORCH = [
     "torsh_trainer.registry",
     "torsh_trainer.report",
     "torsh_trainer.rundir",
+    "torsh_trainer.translate",
     "torsh_trainer.world",
 ]
 

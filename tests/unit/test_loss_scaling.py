@@ -147,3 +147,24 @@ def test_a_fixed_scale_is_not_overridden_by_a_checkpoint() -> None:
     fixed = LossScaler(LossScaling(scale=4.0))
     fixed.load_state_dict(dynamic.state_dict())
     assert fixed.scale == 4.0
+
+
+def test_a_delayed_growth_comes_later_after_the_start_and_after_an_overflow():
+    scaler = LossScaler(LossScaling(initial_scale=8.0, growth_interval=2, growth_delay=1))
+    scales = []
+    for overflow in (False, False, False, False, False, True, False, False, False):
+        scaler.update(found_nonfinite=overflow)
+        scales.append(scaler.scale)
+    assert scales == [8, 8, 16, 16, 32, 16, 16, 16, 32]
+
+
+def test_the_step_at_which_a_scale_grows_may_be_divided_by_what_it_grows_to():
+    plain = LossScaler(LossScaling(initial_scale=8.0, growth_interval=2))
+    grown = LossScaler(LossScaling(initial_scale=8.0, growth_interval=2, divide_by_grown=True))
+    fixed = LossScaler(LossScaling(scale=8.0, growth_interval=1, divide_by_grown=True))
+    divisors = []
+    for _ in range(3):
+        divisors.append((plain.divisor, grown.divisor, fixed.divisor))
+        for scaler in (plain, grown, fixed):
+            scaler.update(found_nonfinite=False)
+    assert divisors == [(8, 8, 8), (8, 16, 8), (16, 16, 8)]

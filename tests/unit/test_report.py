@@ -544,6 +544,7 @@ def test_an_axis_of_samples_is_offered_where_batches_differ(tmp_path):
         linear([-5.0, 1e9], 0, 100),
         logarithmic([1e-6, 1e3], 0, 100),
         logarithmic([0.9, 101.0], 0, 100),
+        logarithmic([3e-7], 0, 100),
         along([7.0], 0, 100),
         along([5000.0, 10000.0], 0, 100),
     ],

@@ -41,13 +41,13 @@ def verify(
         TorshError: the reference could not be trained.
     """
     options: VerifyOptions = plan(node, key="verify").build()
-    _check_alone(env)
+    check_alone(env)
     import_from(import_paths)
     composed = {entry.label: compose(entry.strategy, entry.knobs) for entry in options.entries}
     sizes = {label: processes_of(config, env) for label, config in composed.items()}
     reference = composed[options.reference.label]
     batch = batch_of(reference, ranks=max(sizes.values()))
-    home = _home(options)
+    home = home_of(options)
 
     def run(config: Config, run_dir: Path) -> None:
         try:
@@ -72,7 +72,12 @@ def verify(
     return verdict.exit_code
 
 
-def _check_alone(env: Mapping[str, str]) -> None:
+def check_alone(env: Mapping[str, str]) -> None:
+    """Refuses to start processes as one of several.
+
+    Raises:
+        ConfigError: a cluster's launcher has started this process.
+    """
     found = environments.detect(env)
     if found is not None and found.size > 1:
         raise ConfigError(
@@ -166,7 +171,7 @@ def settled(
     }
 
 
-def _home(options: VerifyOptions) -> Path:
+def home_of(options: VerifyOptions) -> Path:
     """The folder of this verification, which must be new or empty.
 
     Raises:

@@ -33,10 +33,17 @@ the list is the reference, or `single` where it is in the list.
   verify.sgd_lr=0.1  verify.dir=FOLDER      the rate of the rung sgd; where everything goes
   launcher.num_processes=2                  of the strategies that spread over processes
 
+python -m torsh_trainer verify --source ds_config.json [+recipe=NAME] [OVERRIDE ...]
+
+Trains the original under DeepSpeed and its translation natively, from the same weights on the same
+samples, and says which quantity parts first, where, and by which rule; without a recipe on a small
+built-in model. Takes the options of translate: --world-size (2), --mode, --context,
+--source-version, --set, --lenient.
+
 Writes a table, verify.json and verify.html. Exit code: 0 within bounds, 12 a bound is broken,
 11 a strategy refuses the recipe, 1 an engine is missing, 2 your input, 3 a run failed."""
 
-_OWN = {
+OWN = {
     "callbacks": "the runs have none but the one that compares",
     "logger": "the runs have none but metrics.jsonl",
     "checkpoint": "nothing is saved or resumed",
@@ -74,10 +81,10 @@ class Verification:
             ConfigError: there is no such strategy or knob, or a value is missing.
             ResourceError: the strategy is a plugin's that is not installed.
         """
-        own = [f"{_key(name)}={_text(value)}" for name, value in knobs.items()]
+        own = [f"{_key(name)}={text_of(value)}" for name, value in knobs.items()]
         line = self.line.with_overrides([*self.line.overrides, f"strategy={strategy}", *own])
         try:
-            config = _composed(line)
+            config = composed(line)
         except ConfigError as error:
             wanted = (error.facts.get("group"), error.facts.get("name"))
             if wanted in registry.DISTRIBUTIONS:
@@ -98,7 +105,7 @@ def verification(line: CommandLine) -> Verification:
     overrides = [_spelled_out(text) for text in line.overrides]
     for text in overrides:
         key = bare_key(text)
-        for name, reason in _OWN.items():
+        for name, reason in OWN.items():
             if key == name or key.startswith((f"{name}.", f"{name}/")):
                 raise ConfigError(f"{text} means nothing to verify", fix=reason)
     roots = find_roots(line.config_dir)
@@ -110,10 +117,11 @@ def verification(line: CommandLine) -> Verification:
         )
     line = line.with_overrides([f"+{GROUP}=default", *overrides])
     recipe = named[-1].partition("=")[2] if named else ""
-    return Verification(line, recipe, _composed(line)[GROUP])
+    return Verification(line, recipe, composed(line)[GROUP])
 
 
-def _composed(line: CommandLine) -> dict[str, Any]:
+def composed(line: CommandLine) -> dict[str, Any]:
+    """The resolved configuration of a command line."""
     with opened(line, find_roots(line.config_dir)) as app:
         return plain(compose(CONFIG, app.overrides))
 
@@ -134,15 +142,15 @@ def _key(name: str) -> str:
     return name if "." in name else f"strategy.{name}"
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """``value`` as the grammar of overrides reads it back."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{_text(item)}" for name, item in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{text_of(item)}" for name, item in value.items()) + "}"
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ",".join(map(_text, value)) + "]"
+        return "[" + ",".join(map(text_of, value)) + "]"
     text = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"

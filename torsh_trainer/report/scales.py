@@ -38,7 +38,7 @@ def linear(values: Sequence[float], start: float, end: float, *, zero: bool = Fa
 def logarithmic(values: Sequence[float], start: float, end: float) -> Scale:
     """A scale by logarithm that holds ``values``, all positive."""
     low, high = min(values), max(values)
-    air = (high / low) ** 0.05
+    air = (high / low) ** 0.05 if high > low else 10.0**0.5
     return Scale(low / air, high * air, start, end, log=True)
 
 

@@ -1,6 +1,7 @@
 """Learning-rate schedules: factors on every group's base learning rate."""
 
 from torsh_trainer.schedule.base import RunningSchedule, Schedule, StatefulSchedule
+from torsh_trainer.schedule.deepspeed import DeepSpeedWarmup
 from torsh_trainer.schedule.plateau import ReduceOnPlateau
 from torsh_trainer.schedule.shapes import (
     Constant,
@@ -17,6 +18,7 @@ from torsh_trainer.schedule.torch_scheduler import TorchSchedule
 __all__ = [
     "Constant",
     "Cosine",
+    "DeepSpeedWarmup",
     "InverseSqrt",
     "Linear",
     "OneCycle",

@@ -113,7 +113,9 @@ class Job:
     wraps the modules that ``checkpoint_modules`` names (class names; empty: the children of the
     longest nn.ModuleList or nn.Sequential). ``ema_decay`` keeps an exponential moving average of
     the trainable parameters. ``skip_nonfinite`` asks for steps with non-finite gradients to be
-    skipped. ``max_steps`` is None when only epochs or time bound the run.
+    skipped. ``max_steps`` is None when only epochs or time bound the run. ``phantom_lr`` asks for
+    one step of the optimizers with gradients of zero, at that rate, before the first: some engines
+    take it while they start, and Adam counts it, and weights decay by it.
     """
 
     task: Task
@@ -129,6 +131,7 @@ class Job:
     skip_nonfinite: bool = False
     sync_batchnorm: bool = False
     max_steps: int | None = None
+    phantom_lr: float | None = None
     seed: int = 0
     deterministic: bool = False
 
@@ -239,6 +242,11 @@ class Engine(abc.ABC):
 
     def expect(self, saved: Mapping[str, Any]) -> None:  # noqa: B027 - most need not know
         """Told before ``state_template`` what the checkpoint's state holds beside tensors."""
+
+    def last_step(self) -> Mapping[str, float]:
+        """What the last step used: ``loss_scale`` where the loss is scaled, and ``lr`` of an engine
+        that keeps its own rates."""
+        return {}
 
     def traffic(self) -> Traffic | None:
         """Bytes of gradients on this rank's wire so far; None where the engine does not count."""

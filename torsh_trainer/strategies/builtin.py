@@ -120,6 +120,8 @@ class BuiltInEngine(NativeEngine):
     and by ``compressor``, they are averaged.
     """
 
+    emulates = False
+
     def __init__(
         self,
         knobs: BuiltIn,

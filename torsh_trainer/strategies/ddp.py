@@ -138,7 +138,7 @@ class DDPEngine(NativeEngine):
         if reducer is not None and self._ddp is not None:
             refuse_unused(self._ddp, reducer.knobs)
             register(self._ddp, reducer, self._names)
-        elif self._ddp is not None and job.precision.reduce == "fp32":
+        elif self._ddp is not None and _in_fp32(job):
             share_buckets(self._ddp, comm)
         if not knobs.overlap:
             modules.share([*model.parameters(), *model.buffers()], comm)
@@ -245,7 +245,7 @@ class DDPEngine(NativeEngine):
                 ):
                     gradient.copy_(part)
                 continue
-            reduced = flat.to(self._reduce_dtype)
+            reduced = (flat if self._held is None else flat.to(self._held)).to(self._reduce_dtype)
             self.comm.all_reduce(reduced, op="sum")
             reduced.div_(self.comm.world.size)
             for gradient, part in zip(
@@ -258,6 +258,11 @@ class DDPEngine(NativeEngine):
         used = self.comm.place(used)
         self.comm.all_reduce(used, op="max")
         return [p for p, flag in zip(self._parameters, used.tolist(), strict=True) if flag]
+
+
+def _in_fp32(job: Job) -> bool:
+    """Gradients are held, and travel, in fp32: torch's own averaging does."""
+    return job.precision.reduce == "fp32" and job.precision.gradients == "fp32"
 
 
 def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> DistributedDataParallel:
@@ -273,8 +278,8 @@ def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> Distri
         gradient_as_bucket_view=knobs.gradient_as_bucket_view,
         **options,
     )
-    if job.precision.reduce != "fp32":
-        state = (comm.process_group, job.precision.reduce)
+    if not _in_fp32(job):
+        state = (comm.process_group, job.precision.reduce, job.precision.gradients)
         # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
         wrapped.register_comm_hook(state, lambda state, bucket: _reduce_in(state, bucket))  # noqa: PLW0108
     return wrapped
@@ -287,11 +292,17 @@ _BUFFERS = (  # torch 2.13 renamed the option
 )
 
 
-def _reduce_in(state: tuple[Any, DTypeName], bucket: Any) -> torch.futures.Future[Tensor]:
-    """A DDP hook that averages a bucket in a lower dtype; torch's own hooks refuse gloo."""
-    group, dtype = state
+def _reduce_in(
+    state: tuple[Any, DTypeName, DTypeName], bucket: Any
+) -> torch.futures.Future[Tensor]:
+    """A DDP hook that averages a bucket in a lower dtype; torch's own hooks refuse gloo.
+
+    What is sent is rounded first to the dtype that gradients are held in.
+    """
+    group, dtype, held = state
     full = bucket.buffer()
-    small = full.to(DTYPES[dtype]).div_(torch.distributed.get_world_size(group))
+    small = full.to(DTYPES[held]).to(DTYPES[dtype])
+    small.div_(torch.distributed.get_world_size(group))
     work = torch.distributed.all_reduce(small, group=group, async_op=True)
 
     def restore(future: torch.futures.Future[Any]) -> Tensor:

@@ -62,6 +62,16 @@ class FSDP(Strategy):
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         knobs = compressing(self, job, comm)
+        if (
+            job.precision.gradients != "fp32"
+            and job.batch.accumulate > 1
+            and not self.reduce_every_micro_batch
+        ):
+            raise self.refuse(
+                f"precision.gradients={job.precision.gradients} while it accumulates whole "
+                "gradients",
+                use="set strategy.reduce_every_micro_batch=true, or precision.gradients=fp32",
+            )
         scatter = None if knobs is None else CompressedScatter(knobs, comm, seed=job.seed)
         mesh = _device_mesh(self.mesh(comm.world), comm)
         model = modules.build(job, comm, device=torch.device("cpu") if self.cpu_offload else None)

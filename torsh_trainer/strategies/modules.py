@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.likeness import check_alike
 from torsh_trainer.comm.reducer import share as share
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
+from torsh_trainer.precision import DTypeName
 from torsh_trainer.strategies.base import Job
 
 
@@ -33,12 +35,37 @@ def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -
                 fix="set trainer.sync_batchnorm=false: each process then normalises its own batch",
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if job.precision.rounded_start:
+        _round(model, job.precision.params)
+    if job.precision.rounded_products:
+        for module in model.modules():
+            if type(module) is nn.Linear and module.bias is not None:
+                module.forward = functools.partial(  # type: ignore[method-assign]
+                    _product_then_bias, module
+                )
     model = model.to(device or comm.device)
     if job.activation_checkpointing:
         for module in chosen_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules"):
             recompute_in_backward(module)
     check_alike(model, comm)
     return model.train()
+
+
+_LOW: dict[DTypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@torch.no_grad()
+def _round(model: nn.Module, dtype: DTypeName) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.copy_(parameter.to(_LOW[dtype]))
+
+
+def _product_then_bias(linear: nn.Linear, inputs: Tensor) -> Tensor:
+    """A linear layer whose product is rounded to its dtype before the bias is added."""
+    if inputs.dim() == 2:
+        return functional.linear(inputs, linear.weight, linear.bias)
+    return inputs.matmul(linear.weight.t()) + linear.bias
 
 
 def chosen_blocks(model: nn.Module, class_names: Sequence[str], knob: str) -> list[nn.Module]:

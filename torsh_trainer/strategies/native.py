@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.ema import Ema
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.precision import DTypeName
 from torsh_trainer.strategies import modules
@@ -81,9 +81,14 @@ class NativeEngine(Engine):
         self._generators = _generators(comm.device)
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
+        self._last: dict[str, float] = {}
         self._skip_nonfinite = job.skip_nonfinite or self._scaler is not None
+        self._held = None if job.precision.gradients == "fp32" else DTYPES[job.precision.gradients]
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._ema = None if job.ema_decay is None else Ema(trainable, decay=job.ema_decay)
+        self._refuse_emulation(job)
+        if job.phantom_lr is not None:
+            self._phantom_step(job.phantom_lr)
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -96,12 +101,20 @@ class NativeEngine(Engine):
     ) -> LossReport:
         if self._compression is not None:
             self._compression.begin(self._loss_scale)
-        if len(micro_batches) == 1:
+        if len(micro_batches) == 1 and self._held is None:
             return LossReport((self._micro_batch(micro_batches[0], total_weight, task),))
         with self._without_sync():
-            parts = [self._micro_batch(mb, total_weight, task) for mb in micro_batches[:-1]]
-        parts.append(self._micro_batch(micro_batches[-1], total_weight, task))
+            parts = [self._added(mb, total_weight, task) for mb in micro_batches[:-1]]
+        parts.append(self._added(micro_batches[-1], total_weight, task))
         return LossReport(tuple(parts))
+
+    def _added(self, micro: MicroBatch, total_weight: float, task: Task) -> tuple[Tensor, float]:
+        """A micro-batch, after which gradients are rounded to the dtype that they are held in."""
+        part = self._micro_batch(micro, total_weight, task)
+        if self._held is not None:
+            gradients = self._local([p.grad for p in self._parameters if p.grad is not None])
+            torch._foreach_copy_(gradients, [g.to(self._held) for g in gradients])
+        return part
 
     def _micro_batch(
         self, micro: MicroBatch, total_weight: float, task: Task
@@ -144,6 +157,7 @@ class NativeEngine(Engine):
 
     def _stepped(self, outcome: StepOutcome) -> None:
         if self._scaler is not None:
+            self._last = {"loss_scale": self._scaler.scale}
             self._scaler.update(found_nonfinite=outcome.skipped)
         if self._compression is not None:
             self._compression.advance()
@@ -166,9 +180,15 @@ class NativeEngine(Engine):
         norm = self._norm(gradients) if wants_norm else None
         if norm is not None and self._skip_nonfinite and not bool(torch.isfinite(norm)):
             return StepOutcome(norm, skipped=True)
-        if norm is not None and clip.norm is not None:
+        if self._scaler is not None and self._scaler.divisor != self._scaler.scale:
+            share = self._scaler.scale / self._scaler.divisor
+            torch._foreach_mul_(gradients, share)
+            clipped = None if norm is None else norm * share
+        else:
+            clipped = norm
+        if clipped is not None and clip.norm is not None:
             # The formula of torch.nn.utils.clip_grad_norm_, epsilon included.
-            coefficient = torch.clamp(clip.norm / (norm + 1e-6), max=1.0)
+            coefficient = torch.clamp(clip.norm / (clipped + 1e-6), max=1.0)
             _foreach_scale(gradients, coefficient)
         if clip.value is not None:
             torch._foreach_clamp_min_(gradients, -clip.value)
@@ -291,10 +311,44 @@ class NativeEngine(Engine):
         if self._compression is not None:
             self._compression.load(state.get("compression", {}))
 
+    def last_step(self) -> Mapping[str, float]:
+        return dict(self._last)
+
     def traffic(self) -> Traffic | None:
         return None if self._compression is None else self._compression.traffic
 
     def close(self) -> None:
+        self.zero_grad()
+
+    # -- as another engine has begun -------------------------------------------------------------
+
+    emulates: ClassVar[bool] = True
+    """``precision.gradients`` and ``trainer.phantom_lr`` are honoured."""
+
+    def _refuse_emulation(self, job: Job) -> None:
+        asked = {
+            f"precision.gradients={job.precision.gradients}": self._held is not None,
+            f"trainer.phantom_lr={job.phantom_lr}": job.phantom_lr is not None,
+        }
+        for option, wanted in asked.items():
+            if wanted and not self.emulates:
+                raise Unsupported(
+                    f"this strategy cannot honour {option}",
+                    fix="leave it out, or use strategy=ddp, fsdp or single",
+                )
+
+    @torch.no_grad()
+    def _phantom_step(self, lr: float) -> None:
+        """One step of every optimizer with gradients of zero, at ``lr``."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for optimizer in self.optimizers.values():
+            kept = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            for group, own in zip(optimizer.param_groups, kept, strict=True):
+                group["lr"] = own
         self.zero_grad()
 
     # -- what a subclass says otherwise ---------------------------------------------------------

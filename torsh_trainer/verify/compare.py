@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from torsh_trainer.verify.record import Arrays, Record
 
-Quantity = Literal["loss", "grad_norm", "lr", "parameters"]
-QUANTITIES: tuple[Quantity, ...] = ("loss", "grad_norm", "lr", "parameters")
+Quantity = Literal["loss", "grad_norm", "lr", "loss_scale", "parameters"]
+QUANTITIES: tuple[Quantity, ...] = ("loss", "grad_norm", "lr", "loss_scale", "parameters")
 """In the order of cause and effect within a step."""
 
 _FLOOR = 0.01  # of the model's largest element
@@ -44,8 +44,8 @@ class Bounds:
     parameters: float | None
 
     def allowed(self, quantity: Quantity, step: int) -> float:
-        """What is allowed after ``step`` steps; the learning rate is the same arithmetic."""
-        if quantity == "lr":
+        """What is allowed after ``step`` steps; rate and loss scale are the same arithmetic."""
+        if quantity in ("lr", "loss_scale"):
             return 1e-9
         bound = self.parameters if quantity == "parameters" else self.values
         return math.inf if bound is None else bound * max(1, step)
@@ -76,6 +76,14 @@ class Comparison:
         step, furthest = max(found, key=lambda pair: pair[1].relative)
         return step, replace(furthest, absolute=max(d.absolute for _, d in found))
 
+    def first_of(self, quantity: Quantity) -> int | None:
+        """The first step at which a quantity differs at all; None where it never does."""
+        for moment in self.moments:
+            difference = moment.differences.get(quantity)
+            if difference is not None and difference.absolute > 0:
+                return moment.step
+        return None
+
     @property
     def first(self) -> tuple[Moment, Quantity] | None:
         """The first moment that is beyond its bound, and the quantity that parted first."""
@@ -100,7 +108,7 @@ def compare(mine: Record, reference: Record, bounds: Bounds) -> Comparison:
         step = row["step"]
         differences: dict[Quantity, Difference] = {}
         for quantity in QUANTITIES[:-1]:
-            if quantity in expected:
+            if quantity in expected and quantity in row:
                 differences[quantity] = of_numbers(row[quantity], expected[quantity])
         differences["parameters"] = of_arrays(mine.parameters(step), reference.parameters(step))
         moments.append(Moment(step, differences, row, expected))

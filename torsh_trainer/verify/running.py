@@ -103,6 +103,8 @@ def on_rung(config: Config, rung: str, options: VerifyOptions) -> Config:
         config["optimizer"] = {"_target_": "torch.optim.SGD", "lr": options.sgd_lr}
         config["schedule"] = None
         config["trainer"] |= {"max_grad_norm": None, "max_grad_value": None, "ema_decay": None}
+        if "sgd_lr" in (config.get("strategy") or {}):  # an engine that brings its own optimizer
+            config["strategy"] |= {"sgd_lr": options.sgd_lr}
     return config
 
 

@@ -145,7 +145,21 @@ def _rate(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> Rul
     return Rule("schedule", words + (f"; it is {_times(ratio)} the reference's" if ratio else ""))
 
 
-_RULES = {"loss": _forward, "grad_norm": _gradient, "lr": _rate, "parameters": _optimizer}
+def _scale(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> Rule:
+    mine, expected = moment.mine.get("loss_scale"), moment.reference.get("loss_scale")
+    return Rule(
+        "loss_scaling",
+        f"the loss is scaled by {mine} instead of {expected}: its start, window, patience or floor",
+    )
+
+
+_RULES = {
+    "loss": _forward,
+    "grad_norm": _gradient,
+    "lr": _rate,
+    "loss_scale": _scale,
+    "parameters": _optimizer,
+}
 
 
 def _update_before(comparison: Comparison, moment: Moment) -> Rule | None:

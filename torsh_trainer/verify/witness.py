@@ -60,6 +60,8 @@ class Witness(Callback):
         assert report.metrics is not None, "every step is reported"
         names = ("loss", "grad_norm", "lr", "skipped")
         values = {name: report.metrics.get(name) for name in names}
+        assert self._engine is not None
+        values |= self._engine.last_step()
         self._write(report.step, {**values, "samples": report.samples})
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ from torsh_trainer.verify.running import Outcome, Verdict, bounds_of
 FORMAT, VERSION = "torsh-verify", 1
 
 
-def write(verdict: Verdict, home: Path) -> Path:
-    """Writes ``verify.json`` into ``home``; returns its path.
+def write(verdict: Verdict, home: Path, beside: Mapping[str, Any] | None = None) -> Path:
+    """Writes ``verify.json``, with what stands ``beside`` the verdict, into ``home``.
+
+    Returns its path.
 
     Raises:
         ResourceError: the disk refused.
     """
-    return write_text(home / "verify.json", strict_json(content_of(verdict, home)))
+    content = {**content_of(verdict, home), **(beside or {})}
+    return write_text(home / "verify.json", strict_json(content))
 
 
 def write_text(path: Path, text: str) -> Path:

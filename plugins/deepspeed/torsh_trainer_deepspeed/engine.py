@@ -36,6 +36,8 @@ class DeepSpeedEngine(NativeEngine):
     functions that it would replace in the whole process.
     """
 
+    emulates = False
+
     def __init__(
         self,
         wrapped: Any,

@@ -75,6 +75,8 @@ class HorovodEngine(NativeEngine):
     ``forward_backward`` returns, before they are unscaled, measured and clipped.
     """
 
+    emulates = False
+
     def __init__(
         self,
         knobs: Horovod,

@@ -1,0 +1,177 @@
+"""``verify --source``: the original under its engine beside its translation, to the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.assemble import Order, import_from, launched
+from torsh_trainer.assemble.plan import plan
+from torsh_trainer.assemble.verifying import (
+    InWords,
+    batch_of,
+    check_alone,
+    home_of,
+    settled,
+    watched,
+)
+from torsh_trainer.errors import ResourceError
+from torsh_trainer.translate.deepspeed.source import Options
+from torsh_trainer.translate.deepspeed.translator import filled, translate
+from torsh_trainer.translate.plan import EXIT_REFUSED
+from torsh_trainer.translate.plan import Plan as Translation
+from torsh_trainer.verify import page, proof, running, written
+from torsh_trainer.verify.options import Entry, VerifyOptions
+from torsh_trainer.verify.running import Config, Verdict
+
+Compose = Callable[[Mapping[str, str], Mapping[str, Any]], Config]
+"""The resolved configuration with these options of groups and these values in it."""
+
+_PLUGIN = "torsh_trainer_deepspeed"
+_ORIGINAL = f"{_PLUGIN}.original.Original"
+_SUBJECT = {"_target_": "torsh_trainer.verify.subject.Subject"}
+_MICRO_BATCH = 4  # of the built-in model
+_EXACT_RANKS = 2
+"""Up to so many, the sum of gradients is the same in either order."""
+
+
+def prove(
+    source: Path,
+    options: Options,
+    compose: Compose,
+    *,
+    recipe: str | None,
+    env: Mapping[str, str],
+    import_paths: Sequence[str],
+    in_words: InWords,
+) -> int:
+    """Trains the file ``source`` under DeepSpeed and natively; returns the exit code.
+
+    ``recipe`` names what is trained; None is the built-in model.
+
+    Raises:
+        ConfigError: the file is invalid, or its translation does not compose.
+        ResourceError: the plugin of the engine is not installed.
+        TorshError: the original could not be trained.
+    """
+    if find_spec(_PLUGIN) is None:
+        raise ResourceError(
+            "verify --source trains the original under DeepSpeed, and its plugin "
+            "torsh-trainer-deepspeed is not installed",
+            fix="pip install torsh-trainer-deepspeed",
+        )
+    translation = translate(source, options)
+    refused = [f"{f.key}: {f.why}" for f in translation.findings if f.verdict == "refused"]
+    if refused:
+        print("not tried, since this has no translation:", *refused, sep="\n  ")
+        return EXIT_REFUSED
+    check_alone(env)
+    import_from(import_paths)
+    trial = _Trial(source, options, translation, compose, builtin=recipe is None)
+    home = home_of(trial.options)
+
+    def run(config: Config, run_dir: Path) -> None:
+        try:
+            _apart(Order(config, run_dir, (), tuple(import_paths)), env, trial.ranks)
+        except Exception as error:  # its failure is a row of the table
+            raise in_words(error) from error
+
+    verdict = Verdict(
+        recipe=recipe or "the built-in model",
+        options=trial.options,
+        batch=trial.batch,
+        precision={},
+        outcomes=running.verify(trial.options, trial.planned, home, run=run),
+    )
+    told = proof.Trial(translation, verdict)
+    print(proof.text_of(told))
+    beside = {"translation": told.content}
+    for path in (written.write(verdict, home, beside), page.write(verdict, home)):
+        print(path)
+    return verdict.exit_code
+
+
+def _apart(order: Order, env: Mapping[str, str], ranks: int) -> None:
+    """Runs in processes of its own: DeepSpeed keeps its group for as long as a process lives."""
+    if ranks > 1:
+        launched(watched, order, env)
+        return
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+        alone.submit(launched, watched, order, dict(env)).result()
+
+
+class _Trial:
+    """The two configurations of a trial, and what they have in common."""
+
+    def __init__(
+        self,
+        source: Path,
+        options: Options,
+        translation: Translation,
+        compose: Compose,
+        *,
+        builtin: bool,
+    ) -> None:
+        self.ranks = options.world_size or 1
+        self._content = {
+            name: value
+            for name, value in filled(source, options).items()
+            if name not in proof.BLOCKS_BESIDE
+        }
+        choices, values = proof.overrides_of(translation)
+        if builtin:
+            values = {k: v for k, v in values.items() if not k.startswith("data.")}
+            values.pop("trainer.accumulate", None)
+        config = compose(choices, values)
+        self.options = self._options(config.pop("verify"), translation, choices)
+        if builtin:
+            config = self._with_subject(config, translation, choices)
+        self._native = config
+        self.batch = batch_of(config, ranks=self.ranks)
+
+    def _options(
+        self, node: Mapping[str, Any], translation: Translation, choices: Mapping[str, str]
+    ) -> VerifyOptions:
+        named = [{proof.ORIGINAL: None}, {proof.TRANSLATION: None}]
+        options: VerifyOptions = plan({**node, "strategies": named}, key="verify").build()
+        low = choices.get("precision", "fp32") != "fp32"
+        if options.bound is None and low and self.ranks > _EXACT_RANKS:
+            precision = {"compute": choices["precision"].partition("_")[0]}
+            options = replace(options, bound=running.default_bound(precision))
+        return options
+
+    def _with_subject(
+        self, config: Config, translation: Translation, choices: Mapping[str, str]
+    ) -> Config:
+        low = choices.get("precision", "fp32") != "fp32"
+        steps = _accumulation(translation, self.ranks)
+        batch = {
+            "micro_batch_size": _MICRO_BATCH,
+            "batch_size": _MICRO_BATCH * steps * self.ranks,
+        }
+        task = {**_SUBJECT, "batch_norm": not low}
+        return {**config, "task": task, "model": None, "data": {**batch, "drop_last": True}}
+
+    def planned(self, entry: Entry) -> tuple[Config, int]:
+        """The configuration of one of the two, and on how many processes it is trained."""
+        config = settled(self._native, self.options, self.batch, self.ranks)
+        if entry.strategy == proof.TRANSLATION:
+            return config, self.ranks
+        trainer = {**config["trainer"], "on_nonfinite": "continue", "phantom_lr": None}
+        trainer |= {"max_grad_norm": None, "max_grad_value": None, "ema_decay": None}
+        strategy = {"_target_": _ORIGINAL, "config": self._content, "sgd_lr": None}
+        bare = {"strategy": strategy, "precision": None, "compression": None, "schedule": None}
+        return {**config, **bare, "trainer": trainer}, self.ranks
+
+
+def _accumulation(translation: Translation, world: int) -> int:
+    values = translation.values
+    if "trainer.accumulate" in values:
+        return int(values["trainer.accumulate"])
+    total, micro = values.get("data.batch_size"), values.get("data.micro_batch_size")
+    return 1 if not total or not micro else max(1, int(total) // int(micro) // world)

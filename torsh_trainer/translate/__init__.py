@@ -1,0 +1,1 @@
+"""Foreign configurations become native ones, with a verdict for every key."""

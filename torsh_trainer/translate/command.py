@@ -1,0 +1,150 @@
+"""``python -m torsh_trainer translate FILE``: a foreign configuration becomes a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.translate import report
+from torsh_trainer.translate.deepspeed import versions
+from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES, Options
+from torsh_trainer.translate.deepspeed.translator import translate
+from torsh_trainer.translate.recipe import recipe_of
+from torsh_trainer.translate.table import table_of
+
+_WIDE = 200
+"""Columns where no terminal says how many."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Translates the file that ``argv`` names; prints the report, returns 0, 10 or 11.
+
+    Raises:
+        ConfigError: the file is no configuration of DeepSpeed, or an option means nothing.
+        ResourceError: a file cannot be read or written.
+    """
+    options = _parser().parse_args(argv)
+    _check_report(options.report)
+    plan = translate(
+        options.file,
+        Options(
+            world_size=positive(options.world_size),
+            version=versions.parse(options.source_version),
+            context=options.context,
+            mode=options.mode,
+            lenient=options.lenient,
+            settings=settings_of(options.set),
+        ),
+    )
+    if options.output is not None:
+        _write(options.output, recipe_of(plan))
+    if options.report is not None:
+        html = options.report.suffix != ".json"
+        _write(options.report, report.as_html(plan) if html else report.as_json(plan))
+    width = shutil.get_terminal_size((_WIDE, 24)).columns
+    sys.stdout.write(table_of(plan, width=width))
+    if options.output is not None:
+        print(f"\n{options.output}: run it with +recipe={options.output} and a task")
+    return plan.exit_code
+
+
+def _check_report(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".json", ".html", ".htm"):
+        raise ConfigError(
+            f"--report {path} is neither .json nor .html", fix="end its name with one of them"
+        )
+
+
+def positive(world_size: int | None) -> int | None:
+    """``--world-size``, checked.
+
+    Raises:
+        ConfigError: it is below 1.
+    """
+    if world_size is not None and world_size < 1:
+        raise ConfigError(
+            f"--world-size {world_size} is no number of processes", fix="give 1 or more"
+        )
+    return world_size
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, str]:
+    """The ``--set NAME=VALUE`` of a command line.
+
+    Raises:
+        ConfigError: one of them is something else.
+    """
+    settings = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise ConfigError(
+                f"--set {text} is not NAME=VALUE", fix="for instance --set learning_rate=3e-5"
+            )
+        settings[name] = value
+    return settings
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ResourceError(
+            f"cannot write {path}: {error.strerror}", fix="choose another place"
+        ) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torsh_trainer translate",
+        description="Translates a DeepSpeed configuration (JSON as DeepSpeed reads it, base64, or "
+        "the block in an Accelerate or GPT-NeoX file) into a native recipe, with a verdict for "
+        "every key. Exits with 0 when nothing differs, 10 when something is approximate, 11 when "
+        "something is refused, 2 when the file is invalid.",
+    )
+    parser.add_argument("file", metavar="FILE", help="the configuration")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="RECIPE.yaml", help="write the recipe there"
+    )
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="write the report: .json or .html"
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes of the job; checks the batch sizes"
+    )
+    parser.add_argument(
+        "--source-version",
+        default="newest",
+        metavar="VERSION",
+        help=f"of DeepSpeed, whose defaults changed; default: {versions.shown(versions.NEWEST)}",
+    )
+    parser.add_argument(
+        "--context",
+        choices=CONTEXTS,
+        default="raw",
+        help='who hands the file to DeepSpeed: it decides on clipping and "auto"',
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="exact",
+        help="exact reproduces roundings and start-up quirks, so that a run can be continued; "
+        "clean states what the author meant, and says what differs; default: exact",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help='fill "auto": a key of DeepSpeed (optimizer.params.lr) or an argument of Hugging '
+        "Face's Trainer (learning_rate)",
+    )
+    parser.add_argument(
+        "--lenient", action="store_true", help="only warn of keys that DeepSpeed does not know"
+    )
+    return parser

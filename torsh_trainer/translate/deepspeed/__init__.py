@@ -1,0 +1,1 @@
+"""DeepSpeed configurations: keys, rules, and the translation."""

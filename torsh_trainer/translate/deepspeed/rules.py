@@ -1,0 +1,108 @@
+"""What a rule is, and the table of all rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torsh_trainer.translate.deepspeed.source import Leaf, Source
+from torsh_trainer.translate.deepspeed.versions import NEWEST, Version
+from torsh_trainer.translate.plan import Verdict
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verdict, why, and what it sets: options of groups, and values by dotted key."""
+
+    verdict: Verdict
+    why: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    becomes: str = ""
+    engine_takes: bool = True
+
+
+Apply = Callable[[Source, Leaf], Outcome]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``doc`` in one line; it holds from version ``since`` to ``until``, both included."""
+
+    id: str
+    doc: str
+    apply: Apply
+    since: Version = (0,)
+    until: Version = NEWEST
+
+    def holds(self, version: Version) -> bool:
+        """The rule speaks of this version."""
+        return self.since <= version <= self.until
+
+
+RULES: dict[str, Rule] = {}
+"""Id -> rule."""
+
+
+def rule(
+    name: str, doc: str, *, since: Version = (0,), until: Version = NEWEST
+) -> Callable[[Apply], Apply]:
+    """Enters the decorated function into the table as the rule ``name``."""
+
+    def enter(apply: Apply) -> Apply:
+        assert name not in RULES, name
+        RULES[name] = Rule(name, doc, apply, since, until)
+        return apply
+
+    return enter
+
+
+def fixed(name: str, verdict: Verdict, why: str) -> None:
+    """A rule whose verdict hangs on nothing; its reason is its line."""
+
+    def apply(source: Source, leaf: Leaf) -> Outcome:
+        return Outcome(verdict, why)
+
+    rule(name, why)(apply)
+
+
+def refused_unless(name: str, neutral: tuple[Any, ...], why: str, *, off: str) -> None:
+    """A rule for a feature that this release does not have: only its neutral values pass."""
+
+    def apply(source: Source, leaf: Leaf) -> Outcome:
+        if leaf.value in neutral:
+            return Outcome("dead", off)
+        return Outcome("refused", f"not in this release: {why}")
+
+    rule(name, why)(apply)
+
+
+def exact(why: str, **settings: Any) -> Outcome:
+    """The same numbers; ``settings`` with ``__`` for a dot."""
+    return Outcome("exact", why, values=_dotted(settings))
+
+
+def approximate(why: str, *, engine_takes: bool = True, **settings: Any) -> Outcome:
+    """Not the same, as ``why`` says."""
+    values = _dotted(settings)
+    return Outcome("approximate", why, values=values, engine_takes=engine_takes)
+
+
+def faster(why: str, **settings: Any) -> Outcome:
+    """Speed and memory alone."""
+    return Outcome("performance-only", why, values=_dotted(settings))
+
+
+def dead(why: str, *, engine_takes: bool = True) -> Outcome:
+    """Nothing comes of it."""
+    return Outcome("dead", why, engine_takes=engine_takes)
+
+
+def refused(why: str, *, engine_takes: bool = True) -> Outcome:
+    """No translation in this release."""
+    return Outcome("refused", why, engine_takes=engine_takes)
+
+
+def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.replace("__", "."): value for name, value in settings.items()}

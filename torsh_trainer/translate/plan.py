@@ -1,0 +1,127 @@
+"""What a translation comes to: a finding for every key, and the native configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Verdict = Literal["exact", "emulated", "approximate", "performance-only", "dead", "refused"]
+"""exact: the same numbers, or a definition. emulated: the same numbers, by a knob made for it.
+approximate: numbers or behaviour differ, and ``why`` says how. performance-only: speed and memory.
+dead: the source reads it and does nothing. refused: it has no translation in this release."""
+
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+EXIT_APPROXIMATE = 10
+EXIT_REFUSED = 11
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on one key.
+
+    ``line`` and ``column`` count from 1 and are 0 where the key does not stand in the file: then
+    ``value`` is the source's default (``given`` false). ``becomes`` is the native setting, empty
+    where there is none. ``engine_takes``: whether the newest known engine itself accepts the key.
+    """
+
+    key: str
+    value: Any
+    line: int
+    column: int
+    verdict: Verdict
+    becomes: str
+    why: str
+    rule: str
+    engine_takes: bool = True
+    given: bool = True
+
+
+@dataclass(frozen=True)
+class DTypes:
+    """One row of the dtype table: what the source has, what the translation has."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per parameter and rank, without activations; ``note`` says for which world."""
+
+    before: float
+    after: float
+    note: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A translation: ``choices`` (group -> option), ``values`` (dotted key -> value), findings."""
+
+    source: str
+    engine: str
+    version: str
+    context: str
+    mode: str
+    world_size: int | None
+    choices: Mapping[str, str]
+    values: Mapping[str, Any]
+    findings: tuple[Finding, ...]
+    warnings: tuple[str, ...] = ()
+    dtypes: tuple[DTypes, ...] = ()
+    memory: Memory | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Verdict -> how many findings, all verdicts in their order."""
+        found = Counter(finding.verdict for finding in self.findings)
+        return {verdict: found[verdict] for verdict in VERDICTS}
+
+    @property
+    def exit_code(self) -> int:
+        """0 when nothing differs, 10 with something approximate, 11 with something refused."""
+        counts = self.counts
+        if counts["refused"]:
+            return EXIT_REFUSED
+        return EXIT_APPROXIMATE if counts["approximate"] else 0
+
+
+@dataclass
+class Ledger:
+    """Sees to it that no key is forgotten: every leaf goes in, every leaf has to come out."""
+
+    open: dict[str, tuple[Any, int, int]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def enter(self, key: str, value: Any, *, line: int, column: int) -> None:
+        """A leaf key of the source, which now needs a verdict."""
+        self.open[key] = (value, line, column)
+
+    def take(self, findings: Iterable[Finding]) -> None:
+        """Verdicts; those on keys that were entered close them."""
+        for finding in findings:
+            self.open.pop(finding.key, None)
+            self.findings.append(finding)
+
+    def close(self) -> tuple[Finding, ...]:
+        """All findings in the order of the file, then defaults; a forgotten key is refused."""
+        for key, (value, line, column) in self.open.items():
+            self.findings.append(
+                Finding(
+                    key,
+                    value,
+                    line,
+                    column,
+                    "refused",
+                    "",
+                    "no rule of this release took this key; please report it",
+                    "ledger",
+                )
+            )
+        self.open.clear()
+        return tuple(
+            sorted(self.findings, key=lambda f: (not f.given, f.line, f.column, f.key, f.rule))
+        )

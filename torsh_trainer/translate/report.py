@@ -1,0 +1,114 @@
+"""A plan as JSON (schema: report.schema.json beside this file) and as one HTML page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from torsh_trainer import __version__
+from torsh_trainer.translate.plan import VERDICTS, Plan
+
+SCHEMA = "torsh-trainer/translation/1"
+"""The name and version of the JSON report."""
+
+
+def as_json(plan: Plan) -> str:
+    """The report as JSON text."""
+    content = {
+        "schema": SCHEMA,
+        "source": plan.source,
+        "engine": plan.engine,
+        "version": plan.version,
+        "context": plan.context,
+        "mode": plan.mode,
+        "world_size": plan.world_size,
+        "exit_code": plan.exit_code,
+        "counts": plan.counts,
+        "choices": dict(plan.choices),
+        "values": dict(plan.values),
+        "warnings": list(plan.warnings),
+        "findings": [dataclasses.asdict(finding) for finding in plan.findings],
+        "dtypes": [dataclasses.asdict(row) for row in plan.dtypes],
+        "memory": dataclasses.asdict(plan.memory) if plan.memory else None,
+    }
+    return json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def schema_text() -> str:
+    """The published JSON Schema of ``as_json``."""
+    return files(__package__).joinpath("report.schema.json").read_text("utf-8")
+
+
+def as_html(plan: Plan) -> str:
+    """The report as a page that needs no other file."""
+    style = files(__package__).joinpath("report.css").read_text("utf-8")
+    title = f"{plan.source}: from {plan.engine} to native"
+    counts = "".join(
+        f'<li class="{verdict}"><b>{plan.counts[verdict]}</b> {verdict}</li>'
+        for verdict in VERDICTS
+    )
+    world = f", {plan.world_size} processes" if plan.world_size else ""
+    context = f"context {plan.context}, mode {plan.mode}"
+    parts = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+        f"<p>{escape(f'{plan.engine} {plan.version}, {context}{world}')}</p>",
+        f'<ul class="counts">{counts}</ul>',
+        *(f'<p class="warning">{escape(warning)}</p>' for warning in plan.warnings),
+        "<h2>Every key</h2>",
+        _table(
+            ("key", "value", "line", "verdict", "becomes", "why", "rule"),
+            list(_finding_rows(plan)),
+        ),
+        "<h2>Dtypes</h2>",
+        _table(
+            ("what", "before", "after"),
+            [_row((row.what, row.before, row.after)) for row in plan.dtypes],
+        ),
+        _memory(plan),
+        f"<footer>ToRSh Trainer {escape(__version__)}</footer></body></html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _finding_rows(plan: Plan) -> Iterator[str]:
+    for f in plan.findings:
+        line = str(f.line) if f.given and f.line else "default" if not f.given else ""
+        why = f.why if f.engine_takes else f"{f.why} (the newest engine does not take the key)"
+        cells = (f.key, shown(f.value), line, f.verdict, f.becomes, why, f.rule)
+        yield _row(cells, kind=f.verdict)
+
+
+def _row(cells: Sequence[str], kind: str = "") -> str:
+    inner = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    return f'<tr class="{kind}">{inner}</tr>' if kind else f"<tr>{inner}</tr>"
+
+
+def _table(head: Sequence[str], rows: Sequence[str]) -> str:
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    return (
+        f'<div class="wide"><table><thead><tr>{names}</tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _memory(plan: Plan) -> str:
+    if plan.memory is None:
+        return ""
+    before, after = plan.memory.before, plan.memory.after
+    return (
+        f"<h2>Memory</h2><p>{before:.2f} before, {after:.2f} after: {escape(plan.memory.note)}</p>"
+    )
+
+
+def shown(value: Any) -> str:
+    """A value as JSON on one line, cut where it is long."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 120 else text[:117] + "..."

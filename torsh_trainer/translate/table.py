@@ -1,0 +1,70 @@
+"""A plan as text for a terminal."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.report import shown
+
+_HEAD = ("key", "value", "line", "verdict", "becomes", "why")
+_WIDEST = (44, 24, 7, 16, 40)
+"""Of all columns but the last, which takes what is left."""
+
+_LEAST_LAST = 24
+
+
+def table_of(plan: Plan, *, width: int) -> str:
+    """The report in lines of at most ``width`` columns, where the keys leave room for that."""
+    return "\n".join(_lines(plan, width)) + "\n"
+
+
+def _lines(plan: Plan, width: int) -> Iterator[str]:
+    world = f", {plan.world_size} processes" if plan.world_size else ""
+    context = f"context {plan.context}, mode {plan.mode}"
+    yield f"{plan.source}: {plan.engine} {plan.version}, {context}{world}"
+    for warning in plan.warnings:
+        yield f"warning: {warning}"
+    yield ""
+    rows = [
+        (
+            finding.key,
+            shown(finding.value),
+            str(finding.line or "") if finding.given else "default",
+            finding.verdict,
+            finding.becomes,
+            finding.why + ("" if finding.engine_takes else " [not taken by the newest engine]"),
+        )
+        for finding in plan.findings
+    ]
+    yield from _columns([_HEAD, *rows], width)
+    yield ""
+    heads = ("dtype of", "before", "after")
+    yield from _columns([heads, *((d.what, d.before, d.after) for d in plan.dtypes)], width)
+    if plan.memory is not None:
+        yield ""
+        yield f"memory: {plan.memory.before:.2f} before, {plan.memory.after:.2f} after"
+        yield f"        {plan.memory.note}"
+    yield ""
+    yield ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
+
+
+def _columns(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    count = len(rows[0])
+    widths = [
+        min(max(len(row[i]) for row in rows), _WIDEST[i] if i < len(_WIDEST) else width)
+        for i in range(count - 1)
+    ]
+    last = max(_LEAST_LAST, width - sum(widths) - 2 * (count - 1))
+    for row in rows:
+        cells = [
+            textwrap.wrap(cell, size, break_on_hyphens=False) or [""]
+            for cell, size in zip(row, [*widths, last], strict=True)
+        ]
+        for i in range(max(map(len, cells))):
+            line = [
+                (cell[i] if i < len(cell) else "").ljust(size)
+                for cell, size in zip(cells, [*widths, last], strict=True)
+            ]
+            yield "  ".join(line).rstrip()
