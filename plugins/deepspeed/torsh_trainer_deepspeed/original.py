@@ -7,14 +7,15 @@ optimizer, scheduler, clipping and loss scaling do what they do in a script that
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
@@ -58,16 +59,18 @@ class Original(Strategy):
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         deepspeed = library.load(comm)
-        if self.fp16_on_cpu:
-            _allow_fp16()
+        with _allowing_fp16() if self.fp16_on_cpu else contextlib.nullcontext():
+            return self._prepare(deepspeed, job, comm)
+
+    def _prepare(self, deepspeed: Any, job: Job, comm: Communicator) -> Engine:
         model = modules.build(job, comm)
         values = self._values(job)
         low = next((name for name in _LOW if values.get(name, {}).get("enabled")), None)
         module = model if low is None else _In(model, _LOW[low])
-        linear = functional.linear
-        operators = ("deepspeed_shm_comm",) if comm.device.type == "cpu" else ()
+        if comm.device.type == "cpu":
+            library.compiled(["deepspeed_shm_comm"], comm)
         try:
-            with library.building(operators, comm):
+            with library.putting_back() as theirs, contextlib.redirect_stdout(io.StringIO()):
                 wrapped, optimizer, *_ = deepspeed.initialize(
                     model=module,
                     model_parameters=[p for p in model.parameters() if p.requires_grad],
@@ -75,12 +78,13 @@ class Original(Strategy):
                     dist_init_required=None,
                 )
         except (ValueError, AssertionError, NotImplementedError) as error:
-            functional.linear = linear
             words = " ".join(str(error).split())
             raise ConfigError(
                 f"DeepSpeed refuses the original: {words}", fix="correct the file"
             ) from error
-        return OriginalEngine(wrapped, optimizer, job, comm, model=model, linear=linear)
+        replacement = library.Replacement(theirs)
+        replacement.within(model)
+        return OriginalEngine(wrapped, optimizer, job, comm, model=model, replacement=replacement)
 
     def _values(self, job: Job) -> dict[str, Any]:
         values = copy.deepcopy(dict(self.config))
@@ -117,7 +121,7 @@ class OriginalEngine(NativeEngine):
         comm: Communicator,
         *,
         model: nn.Module,
-        linear: Any,
+        replacement: library.Replacement,
     ) -> None:
         inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
         shown = {"main": without_state(inner)}
@@ -125,7 +129,8 @@ class OriginalEngine(NativeEngine):
             job, comm, model=model, module=wrapped, eval_module=wrapped, optimizers=shown
         )
         self._autocast, self._scaler, self._skip_nonfinite = None, None, False
-        self._wrapped, self._zero, self._inner, self._linear = wrapped, optimizer, inner, linear
+        self._wrapped, self._zero, self._inner = wrapped, optimizer, inner
+        self._replacement = replacement
 
     def zero_grad(self) -> None:
         """DeepSpeed's step has done it."""
@@ -141,7 +146,8 @@ class OriginalEngine(NativeEngine):
                 for generator in self._generators:
                     generator.manual_seed(rng_key)
             loss = task.loss(task.forward(self._wrapped, batch), batch)
-            self._wrapped.backward(loss)
+            with self._replacement.in_force():
+                self._wrapped.backward(loss)
             parts.append((loss.detach(), weight))
         return LossReport(tuple(parts))
 
@@ -192,10 +198,16 @@ class OriginalEngine(NativeEngine):
 
     def close(self) -> None:
         self._wrapped.destroy()
-        functional.linear = self._linear
 
 
-def _allow_fp16() -> None:
+@contextlib.contextmanager
+def _allowing_fp16() -> Iterator[None]:
     from deepspeed.accelerator import get_accelerator  # see state_dict
 
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+    kind = type(get_accelerator())
+    before = kind.is_fp16_supported
+    kind.is_fp16_supported = lambda self: True
+    try:
+        yield
+    finally:
+        kind.is_fp16_supported = before
