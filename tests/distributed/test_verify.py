@@ -149,7 +149,7 @@ def verify(project: Path, warm_command: Any) -> Any:
         folder = project / f"verified-{len(list(project.glob('verified-*')))}"
         words = ["+recipe=digits", f"strategies={strategies}", "--config-dir", "conf"]
         args = ["verify", *words, f"verify.dir={folder}", "verify.steps=3", *overrides]
-        done = warm_command(args, cwd=project, timeout_s=240)
+        done = warm_command(args, cwd=project, timeout_s=280)
         assert (folder / "verify.json").is_file(), done.stderr
         return done, json.loads((folder / "verify.json").read_text())
 
@@ -178,8 +178,12 @@ def test_strategies_that_agree_do_so_on_both_rungs(verify: Any) -> None:
 
 
 def test_every_strategy_that_is_installed_agrees_or_says_why_not(verify: Any) -> None:
-    """Those of plugins too, whatever their names; on a CPU two cannot run."""
-    installed = [name for name in find_roots().groups()["strategy"] if name != "single"]
+    """Those of plugins too, whatever their names; on a CPU two cannot run.
+
+    Without ``fsdp``, which the test above trains, and ``auto``, which is one of the others here.
+    """
+    shown = {"single", "fsdp", "auto"}
+    installed = [name for name in find_roots().groups()["strategy"] if name not in shown]
     done, content = verify(
         f"[single,{','.join(installed)}]",
         "verify.ladder=[sgd]",

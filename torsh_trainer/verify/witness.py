@@ -148,6 +148,9 @@ class Watched(Strategy):
     def mesh(self, world: World) -> Mesh:
         return self.inner.mesh(world)
 
+    def brings(self, *, schedule: str | None) -> Mapping[str, Any]:
+        return self.inner.brings(schedule=schedule)
+
     def resolve(self, job: Job, comm: Communicator) -> Strategy:
         return Watched(self.inner.resolve(job, comm), self.witness)
 
