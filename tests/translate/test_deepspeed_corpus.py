@@ -7,8 +7,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate
@@ -47,7 +45,6 @@ def test_every_file_has_a_verdict_for_each_of_its_keys_or_is_refused_with_its_pl
 
 
 def test_the_live_engine_takes_what_is_called_valid_and_nothing_else(corpus, run_command, tmp_path):
-    pytest.importorskip("deepspeed")
     pairs = tmp_path / "pairs.json"
     pairs.write_text(json.dumps([[path.name, path.read_text()] for path in corpus]))
     program = Path(__file__).with_name("engine.py")

@@ -79,7 +79,6 @@ os.write(out, json.dumps(found).encode())
 @pytest.fixture(scope="module")
 def library(run_command, tmp_path_factory) -> dict[str, list[float]]:
     """The rate of every update, by the library's own schedulers."""
-    pytest.importorskip("deepspeed")
     wanted = json.dumps({name: options for name, (options, _) in CASES.items()})
     command = [sys.executable, "-c", PROGRAM, wanted, str(LR), str(UPDATES)]
     answer = run_command(command, cwd=tmp_path_factory.mktemp("library"))
