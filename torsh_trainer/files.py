@@ -45,6 +45,19 @@ def write_file(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def write_text(path: Path, text: str, *, fix: str) -> None:
+    """Writes what a user has named a place for, folders included.
+
+    Raises:
+        ResourceError: it cannot be written; ``fix`` says what to do instead.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ResourceError(f"cannot write {path}: {error.strerror}", fix=fix) from error
+
+
 def of_file(error: OSError, path: Path) -> OSError:
     """The same error, told of ``path``: what refuses to be written does not say what it is."""
     return OSError(error.errno, error.strerror or str(error), str(path))

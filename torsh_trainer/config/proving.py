@@ -14,8 +14,7 @@ from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import RECIPE
 from torsh_trainer.config.verifying import GROUP, OWN, composed, text_of
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.translate.command import positive, settings_of
-from torsh_trainer.translate.deepspeed import versions
+from torsh_trainer.translate.command import options_of
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES, Options
 
 FLAG = "--source"
@@ -93,14 +92,7 @@ def proof(argv: Sequence[str]) -> Proof:
                 raise ConfigError(f"{text} means nothing to verify", fix=reason)
     return Proof(
         known.source,
-        Options(
-            world_size=positive(known.world_size),
-            version=versions.parse(known.source_version),
-            context=known.context,
-            mode=known.mode,
-            lenient=known.lenient,
-            settings=settings_of(known.set),
-        ),
+        options_of(known),
         line,
     )
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.files import write_text
 from torsh_trainer.report.charts import charts_of
 from torsh_trainer.report.page import page_of
 from torsh_trainer.report.png import write_png
@@ -34,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
             fix="wait for the first report of a run (trainer.log_every), or name another",
         )
     output = _output(options.output, options.runs)
-    _write(output, page_of(runs, charts, now=datetime.now()))
+    page = page_of(runs, charts, now=datetime.now())
+    write_text(output, page, fix="choose another place with --output")
     print(output)
     if options.png and charts:
         picture = output.with_suffix(".png")
@@ -54,16 +56,6 @@ def _output(chosen: Path | None, paths: Sequence[Path]) -> Path:
             fix=f"use --output {chosen.with_suffix('.html')}; --png adds a picture beside it",
         )
     return chosen if chosen.suffix in (".html", ".htm") else chosen / "report.html"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ResourceError(
-            f"cannot write {path}: {error.strerror}", fix="choose another place with --output"
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:

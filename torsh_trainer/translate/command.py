@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.files import write_text
 from torsh_trainer.translate import report
 from torsh_trainer.translate.deepspeed import versions
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES, Options
@@ -20,6 +21,9 @@ _WIDE = 200
 """Columns where no terminal says how many."""
 
 
+ELSEWHERE = "choose another place"
+
+
 def main(argv: Sequence[str]) -> int:
     """Translates the file that ``argv`` names; prints the report, returns 0, 10 or 11.
 
@@ -29,22 +33,13 @@ def main(argv: Sequence[str]) -> int:
     """
     options = _parser().parse_args(argv)
     _check_report(options.report)
-    plan = translate(
-        options.file,
-        Options(
-            world_size=positive(options.world_size),
-            version=versions.parse(options.source_version),
-            context=options.context,
-            mode=options.mode,
-            lenient=options.lenient,
-            settings=settings_of(options.set),
-        ),
-    )
+    plan = translate(options.file, options_of(options))
     if options.output is not None:
-        _write(options.output, recipe_of(plan))
+        write_text(options.output, recipe_of(plan), fix=ELSEWHERE)
     if options.report is not None:
         html = options.report.suffix != ".json"
-        _write(options.report, report.as_html(plan) if html else report.as_json(plan))
+        text = report.as_html(plan) if html else report.as_json(plan)
+        write_text(options.report, text, fix=ELSEWHERE)
     width = shutil.get_terminal_size((_WIDE, 24)).columns
     sys.stdout.write(table_of(plan, width=width))
     if options.output is not None:
@@ -59,7 +54,23 @@ def _check_report(path: Path | None) -> None:
         )
 
 
-def positive(world_size: int | None) -> int | None:
+def options_of(asked: argparse.Namespace) -> Options:
+    """What the options of the command line, here and under ``verify --source``, ask for.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+    return Options(
+        world_size=_positive(asked.world_size),
+        version=versions.parse(asked.source_version),
+        context=asked.context,
+        mode=asked.mode,
+        lenient=asked.lenient,
+        settings=_settings_of(asked.set),
+    )
+
+
+def _positive(world_size: int | None) -> int | None:
     """``--world-size``, checked.
 
     Raises:
@@ -72,7 +83,7 @@ def positive(world_size: int | None) -> int | None:
     return world_size
 
 
-def settings_of(texts: Sequence[str]) -> dict[str, str]:
+def _settings_of(texts: Sequence[str]) -> dict[str, str]:
     """The ``--set NAME=VALUE`` of a command line.
 
     Raises:
@@ -87,16 +98,6 @@ def settings_of(texts: Sequence[str]) -> dict[str, str]:
             )
         settings[name] = value
     return settings
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ResourceError(
-            f"cannot write {path}: {error.strerror}", fix="choose another place"
-        ) from error
 
 
 def _parser() -> argparse.ArgumentParser:
