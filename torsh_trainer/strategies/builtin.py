@@ -6,9 +6,9 @@ Every process holds the whole model; ``torsh_trainer.comm.reducer`` sums the gra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -153,7 +153,8 @@ class BuiltInEngine(NativeEngine):
         self._reducer: BucketReducer | None = None
         if comm.world.size == 1:
             return
-        modules.share([*model.parameters(), *model.buffers()], comm)
+        apart = [p for p in model.parameters() if self._common is None or p not in self._common]
+        modules.share([*apart, *model.buffers()], comm)
         self._reducer = BucketReducer(
             self._parameters,
             comm,
@@ -209,6 +210,11 @@ class BuiltInEngine(NativeEngine):
                 stack.enter_context(self._common.private())  # the averages are put in their place
             stack.enter_context(super()._evaluating(averaged=averaged))
             yield
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._common is not None:
+            self.comm.barrier()  # what another still writes would be read in our next forward
 
     def close(self) -> None:
         if self._reducer is not None:

@@ -47,7 +47,7 @@ class CommonParameters:
     """``parameters`` in one memory of all members, who each step a share of them.
 
     Rank 0's values are everybody's. Between a step and the next meeting of all members nobody may
-    read a parameter; what a member writes elsewhere, it writes for all.
+    read a parameter; what a member writes elsewhere, it writes for all, and a meeting ends it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], memory: dict[torch.dtype, Tensor]):
@@ -70,6 +70,9 @@ class CommonParameters:
         comm.barrier()
         common._place()
         return common
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._views
 
     @contextlib.contextmanager
     def private(self) -> Iterator[None]:

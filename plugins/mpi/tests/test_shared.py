@@ -27,10 +27,11 @@ from torsh_trainer.comm import create
 from torsh_trainer.comm.reducer import BucketReducer
 from torsh_trainer.errors import WorkerError
 from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.strategies import builtin, shared_buckets
+from torsh_trainer.strategies import builtin, native, shared_buckets
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.shared_buckets import share_buckets
-from torsh_trainer.testing.cases import Driver
+from torsh_trainer.testing.cases import Driver, resume
+from torsh_trainer.testing.compare import same_resumed
 from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
 from torsh_trainer.testing.reference import Outcome, Scenario
 
@@ -399,6 +400,28 @@ class TestRoom:
         assert second[4]
         assert not first[4] & second[4]
         assert first[5] == second[5], "the average"
+
+    def test_nobody_trains_with_zero1_while_another_still_loads(self):
+        def case(comm, slow):
+            plain = native.load_tensors
+
+            def late(into, values):
+                kept = {name: tensor.clone() for name, tensor in values.items()}
+                if comm.world.rank == slow:
+                    for tensor in into.values():
+                        tensor.fill_(0.5)
+                    time.sleep(0.5)
+                plain(into, kept)
+
+            native.load_tensors = late
+            try:
+                return resume(comm, builtin.MPI(zero1=True), Scenario())
+            finally:
+                native.load_tensors = plain
+
+        for slow in (0, 1):
+            for went_on, resumed in shared(2, options=MPI).run(case, slow):
+                same_resumed(resumed, went_on, 0.0)
 
     def test_who_meets_somebody_who_reduces_is_told(self):
         def case(comm):
