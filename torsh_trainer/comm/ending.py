@@ -1,10 +1,12 @@
-"""The end of a process whose collectives are done, before Python goes.
+"""The end of a process group whose collectives are done, and of Python after it.
 
 A thread of gloo lets go of an operation's tensors a moment after the operation is complete, and
-needs Python for it. When Python ends in that moment the process aborts ("terminate called without
-an active exception") and a rank that has done all its work counts as failed. Destroying the group
-waits for those threads only if nothing else holds it; a model in DDP, a device mesh or a variable
-of a script does.
+needs Python for it. Two things must not happen in that moment. Python must not end: the process
+aborts ("terminate called without an active exception") and a rank that has done all its work counts
+as failed. And DDP must not be what owns the group last: it frees the group holding Python's lock,
+waits there for the thread, and the thread waits for the lock, for ever. Destroying the group waits
+for those threads only if nothing else holds it; a model in DDP, a device mesh or a variable of a
+script does.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 _THREADS = "pt_gloo_runloop"  # torch/csrc/distributed/c10d/ProcessGroupGloo.cpp
 _PAUSE_S = 0.002
@@ -35,6 +40,12 @@ def settle() -> None:
     while at_rest < 2 and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)  # without the GIL: a thread that waits for it runs now
         at_rest = at_rest + 1 if all(map(_sleeps, threads)) else 0
+
+
+def destroy(process_group: Any = None) -> None:
+    """``torch.distributed.destroy_process_group`` when the threads of gloo have let go."""
+    settle()
+    dist.destroy_process_group(process_group)
 
 
 def _name(task: Path) -> str:

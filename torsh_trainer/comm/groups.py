@@ -18,6 +18,7 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 from torsh_trainer import environments, registry
 from torsh_trainer.comm import start
 from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.comm.ending import destroy
 from torsh_trainer.comm.failures import (
     BackendError,
     BackendNotInitialized,
@@ -502,7 +503,7 @@ def destroy_process_group(group: Group = None) -> None:
     if chosen.process_group is dist.group.WORLD:
         _forget_groups()
     if chosen.is_member:
-        dist.destroy_process_group(chosen.process_group)
+        destroy(chosen.process_group)
 
 
 def is_initialized() -> bool:

@@ -23,6 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torsh_trainer import registry
 from torsh_trainer.comm.attendance import ranks_words
 from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.comm.ending import destroy
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.comm.torch import TorchCommunicator, world_of
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
@@ -353,7 +354,7 @@ def _connect(
             dist.monitored_barrier(timeout=wait, wait_all_ranks=True)
     except RuntimeError as error:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            destroy()
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ResourceError(
             f"all {world.size} processes arrived, but {backend} could not connect rank "

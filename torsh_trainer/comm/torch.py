@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torsh_trainer.comm import attendance
 from torsh_trainer.comm.base import Communicator, Reduction, Work, check_mean
-from torsh_trainer.comm.ending import settle
+from torsh_trainer.comm.ending import destroy, settle
 from torsh_trainer.comm.failures import CommunicationError
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.world import Rendezvous, World
@@ -236,7 +236,7 @@ class TorchCommunicator(Communicator):
         gone = self._closed or (self._whole is not None and self._whole._closed)
         self._closed = True
         if self._owned and not gone and dist.is_initialized():
-            dist.destroy_process_group(self.process_group)
+            destroy(self.process_group)
 
     # -- words and details ----------------------------------------------------------------------
 
