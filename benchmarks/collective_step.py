@@ -33,14 +33,16 @@ TITLE = "a data parallel step over a step alone"
 
 @dataclass(frozen=True)
 class Contender:
-    """What takes the steps; ``strategy`` None is torch's DDP in a bare loop."""
+    """What takes the steps; ``strategy`` None is a bare loop, of torch's DDP if it exchanges."""
 
     name: str
     backend: str
     strategy: Strategy | None = None
+    exchanges: bool = True
 
 
 CONTENDERS = (
+    Contender("bare loop, a barrier a step and no exchange", "mpi", exchanges=False),
     Contender("bare DDP, gloo", "gloo"),
     Contender("bare DDP, mpi", "mpi"),
     Contender("ToRSh Trainer, strategy=gloo", "gloo", Gloo()),
@@ -149,8 +151,12 @@ def _rank(world: World, case: Case, contender: Contender, blocks: int, folder: P
     options = CommOptions(backend=contender.backend)
     if contender.strategy is None:
         comm = create(world, options, torch.device("cpu"))
-        wrapped = DistributedDataParallel(build_model(case.widths))
-        BareLoop(wrapped, iter(endless(data))).run(steps)
+        model = build_model(case.widths)
+        wrapped = DistributedDataParallel(model) if contender.exchanges else model
+        loop = BareLoop(wrapped, iter(endless(data)))
+        if not contender.exchanges:
+            loop.optimizer.register_step_pre_hook(lambda *_: comm.barrier())
+        loop.run(steps)
         comm.close()
     else:
         run_in(
