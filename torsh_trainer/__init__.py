@@ -23,6 +23,8 @@ _PUBLIC = {
     "DP": "torsh_trainer.strategies.dp",
     "DDP": "torsh_trainer.strategies.ddp",
     "FSDP": "torsh_trainer.strategies.fsdp",
+    "HorovodConfig": "torsh_trainer.integrations.horovod",
+    "HorovodIntegration": "torsh_trainer.integrations.horovod",
     "Inline": "torsh_trainer.launchers.inline",
     "Local": "torsh_trainer.launchers.local",
     "TorshError": "torsh_trainer.errors",

@@ -79,7 +79,7 @@ def _prove(argv: Sequence[str]) -> int:
 
     return prove(
         asked.source,
-        asked.options,
+        asked.asked,
         asked.config,
         recipe=asked.recipe if asked.has_task else None,
         env=dict(os.environ),

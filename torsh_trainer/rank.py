@@ -617,6 +617,7 @@ def job_of(trainer: Trainer, task: Task, mesh: Mesh, *, saved: Mapping[str, Any]
         max_steps=trainer.max_steps,
         seed=trainer.seed,
         phantom_lr=trainer.phantom_lr,
+        phantom_state=trainer.phantom_state,
         deterministic=trainer.deterministic,
     )
 

@@ -108,6 +108,7 @@ class Trainer:
     eval_batches: int | None = None
     seed: int = 0
     phantom_lr: float | None = None
+    phantom_state: bool = True
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     on_nonfinite: Literal["stop", "skip", "continue"] = "stop"

@@ -15,7 +15,9 @@ from torsh_trainer.strategies.base import BatchPlan, Job
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
+from torsh_trainer.testing.compare import FP32, same_tensors
 from torsh_trainer.testing.ranks import shared
 from torsh_trainer.testing.reference import Outcome, Scenario
 from torsh_trainer.testing.state import whole_state
@@ -102,10 +104,10 @@ def test_linear_layers_round_their_product_where_asked_to():
     assert alike == [True, False]
 
 
-def phantom(comm, strategy, lr):
+def phantom(comm, strategy, lr, keeps_state=True):
     task = TinyTask(optimizer="adamw")
     plan = BatchPlan(comm.world.size, 1, 1, comm.world.size)
-    job = Job(task, task.build_model, plan, phantom_lr=lr)
+    job = Job(task, task.build_model, plan, phantom_lr=lr, phantom_state=keeps_state)
     engine = strategy.prepare(job, comm)
     state = whole_state(engine.state_dict(), comm)
     rates = [group["lr"] for group in engine.optimizers["main"].param_groups]
@@ -130,6 +132,25 @@ def test_a_phantom_step_decays_weights_and_counts_but_keeps_the_rate(strategy):
     assert rates == kept
     assert steps == {1.0}
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", [DDP(), DDP(zero1=True)])
+def test_a_phantom_step_may_forget_the_optimizers_state(strategy):
+    kept, _, steps = shared(2).run(phantom, strategy, 0.25)[0]
+    assert steps == {1.0}
+    forgot, _, none = shared(2).run(phantom, strategy, 0.25, False)[0]
+    assert none <= {0.0}
+    assert all(torch.equal(forgot[name], value) for name, value in kept.items())
+
+
+def test_gradients_are_added_up_over_processes_where_asked_to():
+    scenario = Scenario(data=TinyData(steps=2))
+    expected = reference.train(scenario, 2, gradient_scale=2.0).parameters
+    for strategy in (DDP(op="sum"), DDP(op="sum", overlap=False)):
+        _, last = shared(2).run(trained, strategy, scenario)[0]
+        same_tensors(last, expected, FP32.parameters, "parameters")
+    with pytest.raises(ConfigError, match="op=max is unknown"):
+        DDP(op="max")
 
 
 def refused(comm, strategy, scenario):

@@ -21,8 +21,7 @@ from torsh_trainer.assemble.verifying import (
     watched,
 )
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.translate.deepspeed.source import Options
-from torsh_trainer.translate.deepspeed.translator import filled, translate
+from torsh_trainer.translate.engines import Asked, Work, work_of
 from torsh_trainer.translate.plan import EXIT_REFUSED
 from torsh_trainer.translate.plan import Plan as Translation
 from torsh_trainer.verify import page, proof, running, written
@@ -32,8 +31,10 @@ from torsh_trainer.verify.running import Config, Verdict
 Compose = Callable[[Mapping[str, str], Mapping[str, Any]], Config]
 """The resolved configuration with these options of groups and these values in it."""
 
-_PLUGIN = "torsh_trainer_deepspeed"
-_ORIGINAL = f"{_PLUGIN}.original.Original"
+_PLUGINS = {"deepspeed": "DeepSpeed", "horovod": "Horovod"}
+"""Engine -> its name; its plugin is torsh_trainer_ENGINE, with the strategy original.Original."""
+_RANKS = 2
+"""Processes of a trial where nothing says how many."""
 _SUBJECT = {"_target_": "torsh_trainer.verify.subject.Subject"}
 _MICRO_BATCH = 4  # of the built-in model
 _EXACT_RANKS = 2
@@ -42,7 +43,7 @@ _EXACT_RANKS = 2
 
 def prove(
     source: Path,
-    options: Options,
+    asked: Asked,
     compose: Compose,
     *,
     recipe: str | None,
@@ -50,7 +51,7 @@ def prove(
     import_paths: Sequence[str],
     in_words: InWords,
 ) -> int:
-    """Trains the file ``source`` under DeepSpeed and natively; returns the exit code.
+    """Trains the file ``source`` under its own engine and natively; returns the exit code.
 
     ``recipe`` names what is trained; None is the built-in model.
 
@@ -59,20 +60,22 @@ def prove(
         ResourceError: the plugin of the engine is not installed.
         TorshError: the original could not be trained.
     """
-    if find_spec(_PLUGIN) is None:
-        raise ResourceError(
-            "verify --source trains the original under DeepSpeed, and its plugin "
-            "torsh-trainer-deepspeed is not installed",
-            fix="pip install torsh-trainer-deepspeed",
-        )
-    translation = translate(source, options)
+    work = work_of(source, asked)
+    _check_installed(work.engine)
+    on_two = replace(asked, world_size=asked.world_size or _RANKS)
+    if work.engine == "deepspeed":  # a file of Accelerate's may name more than there is room for
+        work = work_of(source, on_two)
+    translation = work.translate()
+    if translation.world_size is None:
+        work = work_of(source, on_two)
+        translation = work.translate()
     refused = [f"{f.key}: {f.why}" for f in translation.findings if f.verdict == "refused"]
     if refused:
         print("not tried, since this has no translation:", *refused, sep="\n  ")
         return EXIT_REFUSED
     check_alone(env)
     import_from(import_paths)
-    trial = _Trial(source, options, translation, compose, builtin=recipe is None)
+    trial = _Trial(work, translation, compose, builtin=recipe is None)
     home = home_of(trial.options)
 
     def run(config: Config, run_dir: Path) -> None:
@@ -96,8 +99,18 @@ def prove(
     return verdict.exit_code
 
 
+def _check_installed(engine: str) -> None:
+    """Raises ResourceError where the engine's plugin is not installed."""
+    if find_spec(f"torsh_trainer_{engine}") is None:
+        raise ResourceError(
+            f"verify --source trains the original under {_PLUGINS[engine]}, and its plugin "
+            f"torsh-trainer-{engine} is not installed",
+            fix=f"pip install torsh-trainer-{engine}",
+        )
+
+
 def _apart(order: Order, env: Mapping[str, str], ranks: int) -> None:
-    """Runs in processes of its own: DeepSpeed keeps its group for as long as a process lives."""
+    """Runs in processes of its own: an engine may keep its group while the process lives."""
     if ranks > 1:
         launched(watched, order, env)
         return
@@ -110,17 +123,17 @@ class _Trial:
 
     def __init__(
         self,
-        source: Path,
-        options: Options,
+        work: Work,
         translation: Translation,
         compose: Compose,
         *,
         builtin: bool,
     ) -> None:
-        self.ranks = options.world_size or 1
+        self.ranks = translation.world_size or 1
+        self._engine = work.engine
         self._content = {
             name: value
-            for name, value in filled(source, options).items()
+            for name, value in work.original().items()
             if name not in proof.BLOCKS_BESIDE
         }
         choices, values = proof.overrides_of(translation)
@@ -139,9 +152,10 @@ class _Trial:
     ) -> VerifyOptions:
         named = [{proof.ORIGINAL: None}, {proof.TRANSLATION: None}]
         options: VerifyOptions = plan({**node, "strategies": named}, key="verify").build()
-        low = choices.get("precision", "fp32") != "fp32"
-        if options.bound is None and low and self.ranks > _EXACT_RANKS:
-            precision = {"compute": choices["precision"].partition("_")[0]}
+        low = choices.get("precision", "fp32").partition("_")[0]
+        sent = translation.values.get("precision.reduce", "fp32")
+        if options.bound is None and {low, sent} != {"fp32"} and self.ranks > _EXACT_RANKS:
+            precision = {"compute": low, "reduce": sent}
             options = replace(options, bound=running.default_bound(precision))
         return options
 
@@ -164,7 +178,8 @@ class _Trial:
             return config, self.ranks
         trainer = {**config["trainer"], "on_nonfinite": "continue", "phantom_lr": None}
         trainer |= {"max_grad_norm": None, "max_grad_value": None, "ema_decay": None}
-        strategy = {"_target_": _ORIGINAL, "config": self._content, "sgd_lr": None}
+        original = f"torsh_trainer_{self._engine}.original.Original"
+        strategy = {"_target_": original, "config": self._content, "sgd_lr": None}
         bare = {"strategy": strategy, "precision": None, "compression": None, "schedule": None}
         return {**config, **bare, "trainer": trainer}, self.ranks
 

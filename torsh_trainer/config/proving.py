@@ -14,8 +14,9 @@ from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import RECIPE
 from torsh_trainer.config.verifying import GROUP, OWN, composed, text_of
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.translate.command import options_of
-from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES, Options
+from torsh_trainer.translate.command import asked_of
+from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
+from torsh_trainer.translate.engines import Asked
 
 FLAG = "--source"
 _STRATEGIES = "strategies"
@@ -26,7 +27,7 @@ class Proof:
     """A file that is translated and tried, and the overrides around it."""
 
     source: Path
-    options: Options
+    asked: Asked
     line: command_line.CommandLine
 
     @property
@@ -56,7 +57,7 @@ class Proof:
         """
         recipe = [text for text in self.line.overrides if bare_key(text) == RECIPE]
         user = [text for text in self.line.overrides if bare_key(text) != RECIPE]
-        said = [f"{key}={text_of(value)}" for key, value in values.items()]
+        said = [f"{_adding(key)}{key}={text_of(value)}" for key, value in values.items()]
 
         def chosen(text: str) -> bool:
             return bare_key(text).partition(".")[0] in choices
@@ -67,6 +68,11 @@ class Proof:
         config = composed(self.line.with_overrides(around))
         translated = composed(self.line.with_overrides(own))
         return {**config, **{group: translated[group] for group in choices}}
+
+
+def _adding(key: str) -> str:
+    """``+`` before a key of a mapping that takes what is added to it."""
+    return "+" if key.startswith("schedule.options.") else ""
 
 
 def proof(argv: Sequence[str]) -> Proof:
@@ -92,7 +98,7 @@ def proof(argv: Sequence[str]) -> Proof:
                 raise ConfigError(f"{text} means nothing to verify", fix=reason)
     return Proof(
         known.source,
-        options_of(known),
+        asked_of(known),
         line,
     )
 
@@ -102,10 +108,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m torsh_trainer verify", add_help=False, allow_abbrev=False
     )
     parser.add_argument(FLAG, type=Path, required=True)
-    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--world-size", type=int)
     parser.add_argument("--source-version", default="newest")
     parser.add_argument("--context", choices=CONTEXTS, default="raw")
     parser.add_argument("--mode", choices=MODES, default="exact")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--lenient", action="store_true")
+    parser.add_argument("--command")
     return parser

@@ -115,7 +115,8 @@ class Job:
     the trainable parameters. ``skip_nonfinite`` asks for steps with non-finite gradients to be
     skipped. ``max_steps`` is None when only epochs or time bound the run. ``phantom_lr`` asks for
     one step of the optimizers with gradients of zero, at that rate, before the first: some engines
-    take it while they start, and Adam counts it, and weights decay by it.
+    take it while they start, and Adam counts it, and weights decay by it. ``phantom_state`` False
+    forgets the optimizer's state of that step: what is left is what it did to the weights.
     """
 
     task: Task
@@ -132,6 +133,7 @@ class Job:
     sync_batchnorm: bool = False
     max_steps: int | None = None
     phantom_lr: float | None = None
+    phantom_state: bool = True
     seed: int = 0
     deterministic: bool = False
 

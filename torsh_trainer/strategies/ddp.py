@@ -7,7 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.hook import refuse_unused, register
 from torsh_trainer.comm.compression.reducer import GradientReducer, Slot
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.precision import DTypeName
 from torsh_trainer.strategies import buckets, modules
 from torsh_trainer.strategies.base import (
@@ -29,7 +29,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
-from torsh_trainer.strategies.native import DTYPES, NativeEngine
+from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.strategies.zero1 import sharded
@@ -37,6 +37,8 @@ from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
 log = logging.getLogger(__name__)
+
+OPS = ("average", "sum")
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,11 @@ class DDP(Strategy):
     parameters without a gradient, and lists them. ``static_graph`` promises that every step uses
     the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets: one copy less.
     ``broadcast_buffers`` takes rank 0's buffers before every forward. ``backward_passes_per_step``
-    sums that many backward passes instead of averaging them (it multiplies the gradient, as
-    Horovod's option of that name does). ``zero1`` shards the optimizer state over processes
-    (ZeroRedundancyOptimizer).
+    sums that many backward passes instead of averaging them, and ``op`` sum adds gradients up over
+    processes (both multiply the gradient, as Horovod's options of these names do). ``zero_unused``
+    gives parameters that a step does not reach gradients of zero, so that they decay and their
+    momentum goes on, as under Horovod and DeepSpeed. ``zero1`` shards the optimizer state over
+    processes (ZeroRedundancyOptimizer).
     """
 
     name: ClassVar[str] = "ddp"
@@ -61,6 +65,8 @@ class DDP(Strategy):
     gradient_as_bucket_view: bool = True
     broadcast_buffers: bool = True
     backward_passes_per_step: int = 1
+    op: Literal["average", "sum"] = "average"
+    zero_unused: bool = False
     zero1: bool = False
 
     def __post_init__(self) -> None:
@@ -79,10 +85,17 @@ class DDP(Strategy):
                 "strategy.static_graph and strategy.find_unused_parameters exclude each other",
                 fix="a static graph finds its unused parameters by itself: drop the second",
             )
+        if self.op not in OPS:
+            raise ConfigError(f"strategy.op={self.op} is unknown", fix=nearest(self.op, OPS))
+        if self.zero_unused and not (self.find_unused_parameters or self.static_graph):
+            raise ConfigError(
+                "strategy.zero_unused does nothing where every parameter needs a gradient",
+                fix="set strategy.find_unused_parameters=true as well",
+            )
 
-    @property
-    def gradient_scale(self) -> float:  # type: ignore[override]
-        return float(self.backward_passes_per_step)
+    def gradient_scale_on(self, world: World) -> float:
+        ranks = world.size if self.op == "sum" else 1
+        return float(self.backward_passes_per_step * ranks)
 
     def mesh(self, world: World) -> Mesh:
         return Mesh.data_parallel(world)
@@ -130,7 +143,7 @@ class DDPEngine(NativeEngine):
             module=wrapped,
             eval_module=module,
             averaging_ranks=comm.world.size,
-            gradient_scale=knobs.gradient_scale,
+            gradient_scale=knobs.gradient_scale_on(comm.world),
             wrap_optimizer=sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
             compression=compressed(reducer, model, as_in_memory=knobs.overlap),
         )
@@ -156,9 +169,18 @@ class DDPEngine(NativeEngine):
             self._check_unused()
         if self._ddp is None:
             self._reduce_now()
+        if self._knobs.zero_unused:
+            self._zero_unused()
         return report
 
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if self._knobs.zero_unused:
+            raise no_zero_unused(self._knobs)
+        if self._knobs.op == "sum":
+            raise self._knobs.refuse(
+                "strategy.op=sum under manual optimization, where a gradient is averaged",
+                use="set strategy.op=average, and multiply the loss",
+            )
         super().backward(loss, sync=sync)
         if self._ddp is None and sync:
             self._reduce_now()

@@ -24,6 +24,7 @@ from torsh_trainer.strategies.base import (
     LossReport,
     MicroBatch,
     StepOutcome,
+    Strategy,
 )
 from torsh_trainer.strategies.compressing import Compressed
 from torsh_trainer.strategies.state import (
@@ -88,7 +89,7 @@ class NativeEngine(Engine):
         self._ema = None if job.ema_decay is None else Ema(trainable, decay=job.ema_decay)
         self._refuse_emulation(job)
         if job.phantom_lr is not None:
-            self._phantom_step(job.phantom_lr)
+            self._phantom_step(job.phantom_lr, keeps_state=job.phantom_state)
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -338,7 +339,7 @@ class NativeEngine(Engine):
                 )
 
     @torch.no_grad()
-    def _phantom_step(self, lr: float) -> None:
+    def _phantom_step(self, lr: float, *, keeps_state: bool) -> None:
         """One step of every optimizer with gradients of zero, at ``lr``."""
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -349,7 +350,15 @@ class NativeEngine(Engine):
             optimizer.step()
             for group, own in zip(optimizer.param_groups, kept, strict=True):
                 group["lr"] = own
+            if not keeps_state:
+                getattr(optimizer, "optim", optimizer).state.clear()  # zero1 wraps one
         self.zero_grad()
+
+    def _zero_unused(self) -> None:
+        """Gradients of zero for parameters that no loss of this step has reached."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     # -- what a subclass says otherwise ---------------------------------------------------------
 
@@ -372,6 +381,14 @@ class NativeEngine(Engine):
 
     def _share_buffers(self) -> None:
         """Rank 0's buffers on every rank."""
+
+
+def no_zero_unused(knobs: Strategy) -> Unsupported:
+    """The error for ``strategy.zero_unused`` where the task itself steps."""
+    return knobs.refuse(
+        "strategy.zero_unused=true under manual optimization",
+        use="leave it out: the task itself has the gradients",
+    )
 
 
 def local_norm(gradients: list[Tensor], device: torch.device) -> Tensor:

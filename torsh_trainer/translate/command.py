@@ -12,8 +12,9 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.files import write_text
 from torsh_trainer.translate import report
 from torsh_trainer.translate.deepspeed import versions
-from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES, Options
-from torsh_trainer.translate.deepspeed.translator import translate
+from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
+from torsh_trainer.translate.engines import Asked, work_of
+from torsh_trainer.translate.horovod import versions as horovod_versions
 from torsh_trainer.translate.recipe import recipe_of
 from torsh_trainer.translate.table import table_of
 
@@ -28,12 +29,16 @@ def main(argv: Sequence[str]) -> int:
     """Translates the file that ``argv`` names; prints the report, returns 0, 10 or 11.
 
     Raises:
-        ConfigError: the file is no configuration of DeepSpeed, or an option means nothing.
+        ConfigError: the file is nothing that is known here, or an option means nothing.
         ResourceError: a file cannot be read or written.
     """
     options = _parser().parse_args(argv)
     _check_report(options.report)
-    plan = translate(options.file, options_of(options))
+    if options.file is None and options.command is None:
+        raise ConfigError(
+            "translate wants a file", fix="name it, or give --command 'horovodrun ...'"
+        )
+    plan = work_of(options.file or "", asked_of(options)).translate()
     if options.output is not None:
         write_text(options.output, recipe_of(plan), fix=ELSEWHERE)
     if options.report is not None:
@@ -54,19 +59,20 @@ def _check_report(path: Path | None) -> None:
         )
 
 
-def options_of(asked: argparse.Namespace) -> Options:
+def asked_of(asked: argparse.Namespace) -> Asked:
     """What the options of the command line, here and under ``verify --source``, ask for.
 
     Raises:
         ConfigError: one of them makes no sense.
     """
-    return Options(
+    return Asked(
         world_size=_positive(asked.world_size),
-        version=versions.parse(asked.source_version),
+        version=asked.source_version,
         context=asked.context,
         mode=asked.mode,
         lenient=asked.lenient,
         settings=_settings_of(asked.set),
+        command=asked.command,
     )
 
 
@@ -91,7 +97,9 @@ def _settings_of(texts: Sequence[str]) -> dict[str, str]:
     """
     settings = {}
     for text in texts:
-        name, equals, value = text.partition("=")
+        # A condition of a script may be a name here, and hold == or the like.
+        compares = any(sign in text for sign in ("==", "<=", ">=", "!="))
+        name, equals, value = text.rpartition("=") if compares else text.partition("=")
         if not equals or not name or not value:
             raise ConfigError(
                 f"--set {text} is not NAME=VALUE", fix="for instance --set learning_rate=3e-5"
@@ -104,11 +112,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torsh_trainer translate",
         description="Translates a DeepSpeed configuration (JSON as DeepSpeed reads it, base64, or "
-        "the block in an Accelerate or GPT-NeoX file) into a native recipe, with a verdict for "
-        "every key. Exits with 0 when nothing differs, 10 when something is approximate, 11 when "
-        "something is refused, 2 when the file is invalid.",
+        "the block in an Accelerate or GPT-NeoX file) or a Horovod job (a horovodrun line, its "
+        "--config-file, HOROVOD_ variables, arguments of DistributedOptimizer as YAML, a training "
+        "script) into a native recipe, with a verdict for every key. Exits with 0 when nothing "
+        "differs, 10 when something is approximate, 11 when something is refused, 2 when the file "
+        "is invalid.",
     )
-    parser.add_argument("file", metavar="FILE", help="the configuration")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="the configuration, or the script")
+    parser.add_argument(
+        "--command",
+        metavar="'horovodrun ...'",
+        help="Horovod: the line that starts the job, beside its script or alone",
+    )
     parser.add_argument(
         "--output", "-o", type=Path, metavar="RECIPE.yaml", help="write the recipe there"
     )
@@ -122,7 +137,8 @@ def _parser() -> argparse.ArgumentParser:
         "--source-version",
         default="newest",
         metavar="VERSION",
-        help=f"of DeepSpeed, whose defaults changed; default: {versions.shown(versions.NEWEST)}",
+        help="of the engine, whose defaults changed; default: DeepSpeed "
+        f"{versions.shown(versions.NEWEST)}, Horovod {horovod_versions.NEWEST}",
     )
     parser.add_argument(
         "--context",
@@ -143,9 +159,9 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NAME=VALUE",
         help='fill "auto": a key of DeepSpeed (optimizer.params.lr) or an argument of Hugging '
-        "Face's Trainer (learning_rate)",
+        "Face's Trainer (learning_rate); Horovod: what reading a script cannot tell (args.lr)",
     )
     parser.add_argument(
-        "--lenient", action="store_true", help="only warn of keys that DeepSpeed does not know"
+        "--lenient", action="store_true", help="only warn of keys that the engine does not know"
     )
     return parser

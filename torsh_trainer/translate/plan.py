@@ -25,6 +25,7 @@ class Finding:
     ``line`` and ``column`` count from 1 and are 0 where the key does not stand in the file: then
     ``value`` is the source's default (``given`` false). ``becomes`` is the native setting, empty
     where there is none. ``engine_takes``: whether the newest known engine itself accepts the key.
+    ``file`` is where it stands, where a job is read from several; empty for the source itself.
     """
 
     key: str
@@ -37,6 +38,15 @@ class Finding:
     rule: str
     engine_takes: bool = True
     given: bool = True
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        """The line for a table: ``12``, ``train.py:12``, ``default``, or nothing."""
+        if not self.given:
+            return "default"
+        line = str(self.line or "")
+        return f"{self.file}:{line}" if self.file else line
 
 
 @dataclass(frozen=True)
@@ -123,5 +133,8 @@ class Ledger:
             )
         self.open.clear()
         return tuple(
-            sorted(self.findings, key=lambda f: (not f.given, f.line, f.column, f.key, f.rule))
+            sorted(
+                self.findings,
+                key=lambda f: (not f.given, f.file, f.line, f.column, f.key, f.rule),
+            )
         )

@@ -66,10 +66,10 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
     if isinstance(source, Mapping):
         return _document("the dict", _checked_dict(source))
     path = Path(source)
-    if not _exists(path):
+    if not exists(path):
         text = _decoded(str(source))
         return _document("base64", lenient_json.parse(text, name="base64"))
-    text = _text_of(path)
+    text = text_of(path)
     name = str(path)
     _refuse_template(text, name)
     if path.suffix.lower() in (".yaml", ".yml"):
@@ -77,7 +77,8 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
     return _document(name, lenient_json.parse(text, name=name))
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """There is something of that name."""
     try:
         return path.exists()
     except (OSError, ValueError):  # a name too long for a file, as base64 is
@@ -109,7 +110,13 @@ def _decoded(text: str) -> str:
     return decoded
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigError: it is a folder, too large for a configuration, or no text.
+        ResourceError: it cannot be read.
+    """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder", fix="name the configuration file in it")
     try:
@@ -117,13 +124,13 @@ def _text_of(path: Path) -> str:
         if size > LARGEST_BYTES:
             raise ConfigError(
                 f"{path} has {size / 1e6:.0f} MB: that is no configuration",
-                fix="name the JSON or YAML file that DeepSpeed is given",
+                fix="name the file that the engine is given",
             )
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not text in UTF-8 (byte {error.start})",
-            fix="name the JSON or YAML file that DeepSpeed is given",
+            fix="name the file that the engine is given",
         ) from error
     except OSError as error:
         raise ResourceError(f"cannot read {path}: {error.strerror}", fix="check it") from error

@@ -80,9 +80,8 @@ def as_html(plan: Plan) -> str:
 
 def _finding_rows(plan: Plan) -> Iterator[str]:
     for f in plan.findings:
-        line = str(f.line) if f.given and f.line else "default" if not f.given else ""
         why = f.why if f.engine_takes else f"{f.why} (the newest engine does not take the key)"
-        cells = (f.key, shown(f.value), line, f.verdict, f.becomes, why, f.rule)
+        cells = (f.key, shown(f.value), f.where, f.verdict, f.becomes, why, f.rule)
         yield _row(cells, kind=f.verdict)
 
 

@@ -9,7 +9,7 @@ from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.report import shown
 
 _HEAD = ("key", "value", "line", "verdict", "becomes", "why")
-_WIDEST = (44, 24, 7, 16, 40)
+_WIDEST = (44, 24, 24, 16, 40)
 """Of all columns but the last, which takes what is left."""
 
 _LEAST_LAST = 24
@@ -31,7 +31,7 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         (
             finding.key,
             shown(finding.value),
-            str(finding.line or "") if finding.given else "default",
+            finding.where,
             finding.verdict,
             finding.becomes,
             finding.why + ("" if finding.engine_takes else " [not taken by the newest engine]"),

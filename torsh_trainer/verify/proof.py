@@ -33,13 +33,30 @@ BLOCKS_BESIDE = (
 """Keys of DeepSpeed that measure or report, and are left out of the original's trial."""
 
 _SUSPECTS: Mapping[str, tuple[str, ...]] = {
-    "initialisation": ("precision.bf16", "precision.fp16"),
-    "data": ("batch.", "zero.linear", "precision.inputs", "precision."),
-    "averaging": ("precision.accumulation", "gradients.", "batch.accumulation", "zero.linear"),
+    "initialisation": ("precision.bf16", "precision.fp16", "start."),
+    "data": ("batch.", "zero.linear", "precision.inputs", "precision.", "start.", "data."),
+    "averaging": (
+        "precision.accumulation",
+        "gradients.",
+        "batch.accumulation",
+        "zero.linear",
+        "op",
+        "passes",
+        "compression",
+        "loss.division",
+    ),
     "schedule": ("schedule.",),
     "loss_scaling": ("scale.",),
-    "optimizer": ("optimizer.", "gradients.clipping", "scale.window", "precision."),
-    "rounding": ("optimizer.kernel", "gradients.", "precision.", "zero.linear"),
+    "optimizer": (
+        "optimizer.",
+        "gradients.clipping",
+        "scale.window",
+        "precision.",
+        "start.optimizer",
+        "start.unused",
+        "clip",
+    ),
+    "rounding": ("optimizer.kernel", "gradients.", "precision.", "zero.linear", "compression"),
 }
 """What parts first -> rules that may have let it; with a dot at its end, all of a group."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from torsh_trainer.callbacks.base import Callback, RunInfo, StepReport
 from torsh_trainer.comm.base import CommOptions, Communicator
@@ -35,10 +36,17 @@ class Witness(Callback):
         self._comm: Communicator | None = None
         self._folder = Path()
         self._gradient_scale = 1.0
+        self._rate: float | None = None
 
     def sees(self, engine: Engine, comm: Communicator, *, gradient_scale: float) -> None:
         """Told once the engine is there, and by how much its gradient is to exceed the mean."""
         self._engine, self._comm, self._gradient_scale = engine, comm, gradient_scale
+        for optimizer in list(engine.optimizers.values())[:1]:
+            optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Keeps the rate of the step: a scheduler may have set the next one before it is told."""
+        self._rate = float(optimizer.param_groups[0]["lr"])
 
     def on_start(self, info: RunInfo) -> None:
         assert info.run_dir is not None, "a run that is watched has a directory"
@@ -60,6 +68,8 @@ class Witness(Callback):
         assert report.metrics is not None, "every step is reported"
         names = ("loss", "grad_norm", "lr", "skipped")
         values = {name: report.metrics.get(name) for name in names}
+        if self._rate is not None:
+            values["lr"], self._rate = self._rate, None
         assert self._engine is not None
         values |= self._engine.last_step()
         self._write(report.step, {**values, "samples": report.samples})

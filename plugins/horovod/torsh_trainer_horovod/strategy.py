@@ -163,7 +163,7 @@ class Horovod(Strategy):
         return variables_of(self)
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
-        _check_installed()
+        check_installed()
         self._check_job(job)
         # Imported late: it loads Horovod, which is not there on a machine that only composes.
         from torsh_trainer_horovod.adasum import adasum_engine
@@ -242,7 +242,7 @@ class Horovod(Strategy):
         return [[parameters[name] for name in group] for group in self.groups]
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Raises ResourceError where Horovod cannot be imported, with the command that makes it."""
     try:
         # Imported here: listing and composing this strategy must not need it.

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 from torsh_trainer.translate.deepspeed.versions import NEWEST, Version
+from torsh_trainer.translate.outcomes import Outcome as Outcome
+from torsh_trainer.translate.outcomes import approximate as approximate
+from torsh_trainer.translate.outcomes import dead as dead
+from torsh_trainer.translate.outcomes import exact as exact
+from torsh_trainer.translate.outcomes import faster as faster
+from torsh_trainer.translate.outcomes import refused as refused
 from torsh_trainer.translate.plan import Verdict
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A verdict, why, and what it sets: options of groups, and values by dotted key."""
-
-    verdict: Verdict
-    why: str
-    choices: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Any] = field(default_factory=dict)
-    becomes: str = ""
-    engine_takes: bool = True
-
 
 Apply = Callable[[Source, Leaf], Outcome]
 
@@ -76,33 +69,3 @@ def refused_unless(name: str, neutral: tuple[Any, ...], why: str, *, off: str) -
         return Outcome("refused", f"not in this release: {why}")
 
     rule(name, why)(apply)
-
-
-def exact(why: str, **settings: Any) -> Outcome:
-    """The same numbers; ``settings`` with ``__`` for a dot."""
-    return Outcome("exact", why, values=_dotted(settings))
-
-
-def approximate(why: str, *, engine_takes: bool = True, **settings: Any) -> Outcome:
-    """Not the same, as ``why`` says."""
-    values = _dotted(settings)
-    return Outcome("approximate", why, values=values, engine_takes=engine_takes)
-
-
-def faster(why: str, **settings: Any) -> Outcome:
-    """Speed and memory alone."""
-    return Outcome("performance-only", why, values=_dotted(settings))
-
-
-def dead(why: str, *, engine_takes: bool = True) -> Outcome:
-    """Nothing comes of it."""
-    return Outcome("dead", why, engine_takes=engine_takes)
-
-
-def refused(why: str, *, engine_takes: bool = True) -> Outcome:
-    """No translation in this release."""
-    return Outcome("refused", why, engine_takes=engine_takes)
-
-
-def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.replace("__", "."): value for name, value in settings.items()}

@@ -1,0 +1,1 @@
+"""Horovod: launch lines, settings and training scripts as native recipes."""

@@ -1,0 +1,490 @@
+"""What a training script says about the job, as leaves."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.translate.horovod import script
+from torsh_trainer.translate.horovod.job import Leaf, PerProcess, Problem
+from torsh_trainer.translate.horovod.script import Event, Reading
+from torsh_trainer.translate.horovod.values import Name, Thing, Unknown, is_number, is_plain
+from torsh_trainer.translate.horovod.yaml_files import ARGUMENTS, argument_problem, plain_name
+from torsh_trainer.translate.nodes import Place
+
+_PROBED = (2, 4, 6)
+"""Numbers of processes to read a script for where nobody states one."""
+
+_POSITIONAL: Mapping[str, tuple[str, ...]] = {
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "Adam": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
+    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
+    "StepLR": ("step_size", "gamma"),
+    "MultiStepLR": ("milestones", "gamma"),
+    "ExponentialLR": ("gamma",),
+    "CosineAnnealingLR": ("T_max", "eta_min"),
+    "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
+    "LinearLR": ("start_factor", "end_factor", "total_iters"),
+    "ConstantLR": ("factor", "total_iters"),
+    "PolynomialLR": ("total_iters", "power"),
+    "OneCycleLR": ("max_lr", "total_steps"),
+    "LambdaLR": ("lr_lambda",),
+    "MultiplicativeLR": ("lr_lambda",),
+    "ReduceLROnPlateau": ("mode", "factor", "patience"),
+}
+"""Names of the arguments that stand without one."""
+
+_OWN_CALLS = {
+    "allreduce": "script.communication",
+    "allreduce_": "script.communication",
+    "allreduce_async": "script.communication",
+    "grouped_allreduce": "script.communication",
+    "allgather": "script.communication",
+    "allgather_object": "script.communication",
+    "alltoall": "script.communication",
+    "reducescatter": "script.communication",
+    "broadcast": "script.communication",
+    "broadcast_": "script.communication",
+    "broadcast_object": "script.communication",
+    "barrier": "script.communication",
+    "synchronize": "script.communication",
+    "join": "script.join",
+    "start_timeline": "timeline.script",
+    "stop_timeline": "timeline.script",
+    "SyncBatchNorm": "script.sync-batchnorm",
+    "ProcessSet": "process-sets",
+    "add_process_set": "process-sets",
+    "elastic.run": "elastic.script",
+    "elastic.TorchState": "elastic.script",
+    "elastic.ElasticSampler": "elastic.script",
+    "run": "script.run",
+}
+
+
+@dataclass(frozen=True)
+class Read:
+    """The leaves of a script, what is wrong with it, and which ``--set`` were of use."""
+
+    leaves: tuple[Leaf, ...]
+    problems: tuple[Problem, ...]
+    used: frozenset[str]
+
+
+def read(
+    text: str,
+    *,
+    name: str,
+    file: str,
+    size: int | None,
+    arguments: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> Read:
+    """The leaves of the script ``text`` on ``size`` processes (None: not known).
+
+    ``arguments`` are those of its command line by option; ``settings`` what ``--set`` states.
+
+    Raises:
+        ConfigError: it cannot be parsed, or is not for Horovod and torch.
+    """
+    tree = script.parse(text, name=name)
+    wrapped = _wrappers(tree)
+
+    def once(processes: int) -> Read:
+        reading = script.read(tree, size=processes, arguments=arguments, known=settings, name=name)
+        return _Leaves(reading, settings, file, name).read(wrapped)
+
+    if size is not None:
+        return once(size)
+    return _for_any_size([once(processes) for processes in _PROBED], file)
+
+
+def _wrappers(tree: ast.Module) -> list[Place]:
+    """Where ``DistributedOptimizer`` is called."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            last = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            last = node.func.id if isinstance(node.func, ast.Name) else last
+            if last == "DistributedOptimizer":
+                found.append(Place(node.lineno, node.col_offset + 1))
+    return found
+
+
+def _for_any_size(reads: Sequence[Read], file: str) -> Read:
+    """One reading for any number of processes; what is so much for each is ``PerProcess``."""
+    first, *others = reads
+    if any(read.problems for read in reads):
+        return first
+    leaves: list[Leaf] = []
+    problems: list[Problem] = []
+    same = all(_shape(read) == _shape(first) for read in others)
+    for row in zip(*(read.leaves for read in reads), strict=False) if same else ():
+        values = [leaf.value for leaf in row]
+        if all(value == values[0] for value in values):
+            leaves.append(row[0])
+        elif row[0].name == "optimizer.lr" and _linear(values):
+            leaves.append(replace(row[0], value=PerProcess(values[0] / _PROBED[0])))
+        else:
+            what = f"{row[0].key} hangs on the number of processes"
+            problems.append(Problem(file, row[0].place, what, "state it: --world-size N"))
+    if not same:
+        what = "what this script does hangs on the number of processes"
+        problems.append(Problem(file, Place(1, 1), what, "state it: --world-size N"))
+    return Read(tuple(leaves), tuple(problems), first.used)
+
+
+def _shape(read: Read) -> list[tuple[str, Place]]:
+    return [(leaf.key, leaf.place) for leaf in read.leaves]
+
+
+def _linear(values: Sequence[Any]) -> bool:
+    each = [value / size for value, size in zip(values, _PROBED, strict=True) if is_number(value)]
+    return len(each) == len(values) and all(math.isclose(one, each[0]) for one in each)
+
+
+class _Leaves:
+    def __init__(self, reading: Reading, settings: Mapping[str, Any], file: str, name: str) -> None:
+        self.reading, self.settings, self.file, self.name = reading, settings, file, name
+        self.leaves: list[Leaf] = []
+        self.problems: list[Problem] = []
+        self.used = set(reading.used)
+
+    def read(self, wrapped: Sequence[Place]) -> Read:
+        self.wrapper(wrapped)
+        self.optimizer()
+        self.starts()
+        self.data()
+        self.loss()
+        self.clipping()
+        self.precision()
+        self.schedule()
+        self.others()
+        return Read(tuple(self.leaves), tuple(self.problems), frozenset(self.used))
+
+    # -- what Horovod is asked for ---------------------------------------------------------------
+
+    def wrapper(self, wrapped: Sequence[Place]) -> None:
+        events = self.reading.all("DistributedOptimizer")
+        seen = {event.place for event in events}
+        for place in wrapped:
+            if place not in seen:
+                what = "DistributedOptimizer is called where reading does not get to"
+                fix = "call it in a function that the script calls, or translate its arguments"
+                self.problem(place, what, fix)
+        if not wrapped:
+            what = "the script never calls hvd.DistributedOptimizer: nothing is reduced"
+            self.problem(Place(1, 1), what, "name the script that trains")
+        for event in events[1:]:
+            self.add("DistributedOptimizer", "several", True, event, "optimizer.several")
+        if not events or not self.certain(events[0], "wrapping the optimizer"):
+            return
+        event = events[0]
+        for key, value in event.facts.items():
+            if key == "optimizer":
+                continue
+            dotted = f"DistributedOptimizer.{key}"
+            if key not in ARGUMENTS:
+                what = f"DistributedOptimizer for torch takes no {key!r}"
+                self.problem(event.place, what, "remove it")
+            elif key in ("named_parameters", "process_set") or (
+                key == "groups" and not is_plain(value)
+            ):
+                self.add(dotted, key, as_written(value), event, ARGUMENTS[key])
+            else:
+                value = as_written(value) if isinstance(value, Name) else value
+                self.argument(dotted, key, value, event)
+
+    def argument(self, dotted: str, key: str, value: Any, event: Event) -> None:
+        known = self.known(dotted, value, event)
+        if known is None:
+            return
+        wrong = argument_problem(key, known[0])
+        if wrong:
+            self.problem(event.place, wrong, "correct the value")
+            return
+        named = plain_name(key, known[0])
+        leaf = Leaf(dotted, key, named, event.place, ARGUMENTS[key], self.file, note=known[1])
+        self.leaves.append(leaf)
+
+    def optimizer(self) -> None:
+        events = self.reading.all("optimizer")
+        if not events:
+            if self.leaves:
+                what = "where the optimizer is made cannot be told by reading"
+                fix = "give it: --set optimizer=SGD --set optimizer.lr=0.1, and so on"
+                self.set_optimizer(what, fix)
+            return
+        for event in events[1:]:
+            self.add(f"optimizer {event.facts['class']}", "more", True, event, "optimizer.several")
+        event = events[0]
+        if not self.certain(event, f"making the optimizer {event.facts['class']}"):
+            return
+        kind = event.facts["class"]
+        self.add("optimizer", "optimizer", kind, event, "optimizer.type")
+        args = event.facts["args"]
+        named = dict(event.facts["named"])
+        parameters = args[0] if args else named.pop("params", None)
+        if isinstance(parameters, list):
+            self.add("optimizer.params", "param_groups", len(parameters), event, "optimizer.groups")
+        for name, value in {**_positional(kind, args[1:]), **named}.items():
+            if name == "**":
+                self.problem(event.place, f"{value.text} cannot be told", "write it out")
+                continue
+            self.add(f"optimizer.{name}", f"optimizer.{name}", value, event, _rule_of(name))
+
+    def set_optimizer(self, what: str, fix: str) -> None:
+        """An optimizer that only ``--set`` tells of."""
+        event = self.reading.all("DistributedOptimizer")[0]
+        if "optimizer" not in self.settings:
+            self.problem(event.place, what, fix)
+            return
+        for key, value in self.settings.items():
+            if key == "optimizer" or key.startswith("optimizer."):
+                rule = "optimizer.type" if key == "optimizer" else _rule_of(key.partition(".")[2])
+                self.add(key, key, value, event, rule)
+
+    def starts(self) -> None:
+        for what, rule in (
+            ("broadcast_parameters", "start.parameters"),
+            ("broadcast_optimizer_state", "start.optimizer"),
+        ):
+            for event in self.reading.all(what)[:1]:
+                if self.certain(event, f"calling {what}"):
+                    called = self.when(event) if rule == "start.optimizer" else "called"
+                    self.add(what, what, called, event, rule)
+        for event in self.reading.all("init")[:1]:
+            self.add("hvd.init", "init", True, event, "script.init")
+
+    def when(self, event: Event) -> str:
+        """Of which optimizer, and whether a scheduler has set the first rate by then."""
+        order = list(self.reading.events)
+        at = order.index(event)
+        wrappers = [order.index(e) for e in self.reading.all("DistributedOptimizer")]
+        given = (*event.facts["args"], event.facts.get("optimizer"))[0]
+        if isinstance(given, Thing):
+            wrapped = bool(given.facts.get("wrapped"))
+        else:
+            wrapped = any(place < at for place in wrappers)
+        scheduled = any(order.index(e) < at for e in self.reading.all("scheduler"))
+        words = "of the wrapped optimizer" if wrapped else "before it is wrapped"
+        return f"{words}, scheduled" if scheduled else words
+
+    @property
+    def passes(self) -> Any:
+        """Backward passes of a step."""
+        wrappers = self.reading.all("DistributedOptimizer")
+        said = wrappers[0].facts.get("backward_passes_per_step", 1) if wrappers else 1
+        return self.settings.get("DistributedOptimizer.backward_passes_per_step", said)
+
+    # -- data and loss ---------------------------------------------------------------------------
+
+    @property
+    def training(self) -> Event | None:
+        """The first backward."""
+        return next(iter(self.reading.all("backward")), None)
+
+    def loader(self) -> Thing | None:
+        """The loader whose loop holds the backward."""
+        around = () if self.training is None else self.training.loops
+        for event in reversed(self.reading.all("loop.loader")):
+            if event.loops and event.loops[-1] in around:
+                loader: Thing = event.facts["loader"]
+                return loader
+        return None
+
+    def data(self) -> None:
+        loader = self.loader()
+        if loader is None:
+            return
+        event = Event("loader", loader.place, ast.Pass(), loader.facts)
+        facts = loader.facts
+        self.add(
+            "DataLoader.batch_size", "batch_size", facts.get("batch_size", 1), event, "data.batch"
+        )
+        if "drop_last" in facts:
+            self.add(
+                "DataLoader.drop_last", "drop_last", facts["drop_last"], event, "data.drop-last"
+            )
+        if is_number(facts.get("num_workers")):
+            workers = facts["num_workers"]
+            self.add("DataLoader.num_workers", "num_workers", workers, event, "data.workers")
+        if isinstance(facts.get("pin_memory"), bool):
+            self.add(
+                "DataLoader.pin_memory", "pin_memory", facts["pin_memory"], event, "data.pinned"
+            )
+        self.sampler(loader, event)
+        around = () if self.training is None else self.training.loops
+        for slices in self.reading.all("loop.slices"):
+            if slices.loops[-1] in around:
+                step = slices.facts["step"]
+                self.add("loop.slices", "slices", step, slices, "data.slices")
+
+    def sampler(self, loader: Thing, event: Event) -> None:
+        sampler = loader.facts.get("sampler")
+        if isinstance(sampler, Thing) and sampler.kind == "sampler":
+            made = Event("sampler", sampler.place, ast.Pass(), sampler.facts)
+            shuffled = sampler.facts.get("shuffle", True)
+            self.add("DistributedSampler.shuffle", "shuffle", shuffled, made, "data.sampler")
+            return
+        own = "shuffle" if sampler is None else "sampler"
+        value = as_written(loader.facts.get(own, False))
+        self.add(f"DataLoader.{own}", "own_sampler", value, event, "data.own-sampler")
+
+    def loss(self) -> None:
+        event = self.training
+        if event is None:
+            return
+        divided = event.facts["divided"]
+        if divided != 1 or "loss.divided_by" in self.settings:
+            self.add("loss.divided_by", "loss.divided_by", divided, event, "loss.division")
+
+    def clipping(self) -> None:
+        for what in ("clip_grad_norm", "clip_grad_value"):
+            for event in self.reading.all(what)[:1]:
+                if not self.certain(event, f"calling {what}_"):
+                    continue
+                order = list(self.reading.events)
+                done = self.reading.all("optimizer.synchronize")
+                late = bool(done) and order.index(done[0]) < order.index(event)
+                rule = "clip" if late else "clip.early"
+                self.add(f"{what}_", what, event.facts.get("max_norm"), event, rule)
+                kind = event.facts.get("norm_type", 2.0)
+                if kind != 2:
+                    self.add(f"{what}_.norm_type", "norm_type", kind, event, "clip.norm-type")
+
+    def precision(self) -> None:
+        for event in self.reading.all("autocast")[:1]:
+            if self.certain(event, "autocast"):
+                enabled = event.facts.get("enabled", True)
+                self.add("autocast.enabled", "autocast", enabled, event, "precision.autocast")
+                dtype = event.facts.get("dtype")
+                name = dtype.dotted.rpartition(".")[2] if isinstance(dtype, Name) else "float16"
+                self.add("autocast.dtype", "autocast.dtype", name, event, "precision.dtype")
+        for event in self.reading.all("GradScaler")[:1]:
+            if self.certain(event, "GradScaler"):
+                on = event.facts.get("enabled", True)
+                self.add("GradScaler", "scaler", on, event, "precision.scaler")
+
+    # -- the rate --------------------------------------------------------------------------------
+
+    def schedule(self) -> None:
+        events = self.reading.all("scheduler")
+        for event in events[1:]:
+            self.add(f"scheduler {event.facts['class']}", "more", True, event, "schedule.several")
+        for event in self.reading.all("param_group.lr")[:1]:
+            value = as_written(event.facts["value"])
+            self.add("param_group['lr']", "hand_lr", value, event, "schedule.by-hand")
+        if not events or not self.certain(events[0], "making the scheduler"):
+            return
+        event = events[0]
+        kind = event.facts["class"]
+        self.add("scheduler", "scheduler", kind, event, "schedule.type")
+        options = {**_positional(kind, event.facts["args"][1:]), **event.facts["named"]}
+        for name, value in options.items():
+            if name == "optimizer":
+                continue
+            functional = name == "lr_lambda"
+            value = as_written(value) if functional else value
+            self.add(f"scheduler.{name}", f"scheduler.{name}", value, event, "schedule.option")
+        self.interval()
+
+    def interval(self) -> None:
+        """Whether the scheduler steps with every update, or once an epoch."""
+        steps = self.reading.all("scheduler.step")
+        training = self.training
+        if not steps:
+            made = self.reading.all("scheduler")[0]
+            self.add("scheduler.step", "interval", "never", made, "schedule.interval")
+            return
+        step = steps[0]
+        if not self.certain(step, "stepping the scheduler"):
+            return
+        updates = self.reading.all("optimizer.step")
+        inner = updates[0].loops if updates else () if training is None else training.loops
+        each = bool(inner) and step.loops[-1:] == inner[-1:]
+        if each and updates and updates[0].every != step.every:
+            what = f"the scheduler steps {updates[0].every} times with every step of the optimizer"
+            self.problem(step.place, what, "step it where the optimizer steps")
+            return
+        value = "step" if each else "epoch"
+        self.add("scheduler.step", "interval", value, step, "schedule.interval")
+
+    def others(self) -> None:
+        for event in self.reading.events:
+            if event.what in _OWN_CALLS:
+                rule = _OWN_CALLS[event.what]
+                self.add(f"hvd.{event.what}", event.what, True, event, rule)
+            elif event.what == "optimizer.set_backward_passes_per_step":
+                self.add(event.what, event.what, True, event, "passes.changed")
+
+    # -- leaves ----------------------------------------------------------------------------------
+
+    def certain(self, event: Event, doing: str) -> bool:
+        """Whether it surely happens with every step; else that is a problem."""
+        if not event.under and event.every in (1, self.passes):
+            return True
+        if not event.under:
+            what = f"{doing} happens in every {event.every} rounds, and a step has {self.passes}"
+            self.problem(event.place, what, "make them one number, the backward passes of a step")
+            return False
+        what = f"{doing} hangs on {event.under!r}, which cannot be told by reading"
+        self.problem(event.place, what, f"state it: --set '{event.under}=true' (or false)")
+        return False
+
+    def known(self, key: str, value: Any, event: Event) -> tuple[Any, str] | None:
+        """(value, note), from ``--set`` where it says; a value that cannot be told is a problem."""
+        if key in self.settings:
+            self.used.add(key)
+            return self.settings[key], "stated by --set"
+        if is_plain(value):
+            return list(value) if isinstance(value, tuple) else value, ""
+        text = value.text if isinstance(value, Unknown) else as_written(value)
+        what = f"{key}={text} cannot be told by reading"
+        self.problem(event.place, what, f"give it: --set {key}=VALUE")
+        return None
+
+    def add(self, key: str, name: str, value: Any, event: Event, rule: str) -> None:
+        known = self.known(key, value, event)
+        if known is not None:
+            value, note = known
+            self.leaves.append(Leaf(key, name, value, event.place, rule, self.file, note=note))
+
+    def problem(self, place: Place, what: str, fix: str) -> None:
+        self.problems.append(Problem(self.file, place, what, fix))
+
+
+def as_written(value: Any) -> Any:
+    """A value for the report: as it is, or as it is written."""
+    if is_plain(value):
+        return value
+    if isinstance(value, Unknown):
+        return value.text
+    return value.dotted if isinstance(value, Name) else getattr(value, "kind", "...")
+
+
+def _positional(kind: str, args: Sequence[Any]) -> dict[str, Any]:
+    names = _POSITIONAL.get(kind, ("lr",))
+    return dict(zip(names, args, strict=False))
+
+
+def _rule_of(option: str) -> str:
+    return "optimizer.lr" if option == "lr" else "optimizer.option"
+
+
+def check_used(settings: Mapping[str, Any], used: frozenset[str], keys: Sequence[str]) -> None:
+    """Every ``--set`` has to be of use.
+
+    Raises:
+        ConfigError: one names nothing.
+    """
+    for name in settings:
+        if name not in used and name not in keys:
+            raise ConfigError(
+                f"--set {name}: nothing of this job hangs on it", fix=nearest(name, {*keys, *used})
+            )

@@ -1,0 +1,246 @@
+"""From what a user names to one job: launch line, settings, environment, script, or several."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.translate import yaml_places
+from torsh_trainer.translate.horovod import launch, script_leaves, yaml_files
+from torsh_trainer.translate.horovod.job import Job, Leaf, Options, Problem, refuse
+from torsh_trainer.translate.horovod.launch import Launch
+from torsh_trainer.translate.horovod.shell import Word
+from torsh_trainer.translate.reading import text_of
+
+Sort = Literal["launch", "config", "wrapper", "environment", "script"]
+"""What a file of Horovod's is."""
+
+_ENVIRONMENT = re.compile(r"^\s*(export\s+)?HOROVOD_\w+=", re.MULTILINE)
+_PYTHON = re.compile(r"^#!.*\bpython|^\s*(import|from)\s+horovod\b", re.MULTILINE)
+
+
+def sort_of(path: Path, text: str) -> Sort | None:
+    """What ``text`` is, by its content; None where it is nothing of Horovod's."""
+    if path.suffix.lower() == ".json":
+        return None
+    if path.suffix == ".py" or _PYTHON.search(text):
+        return "script" if "horovod" in text or path.suffix == ".py" else None
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return _sort_of_yaml(path, text)
+    if launch.launches(text):
+        return "launch"
+    if _ENVIRONMENT.search(text):
+        return "environment"
+    return None
+
+
+def _sort_of_yaml(path: Path, text: str) -> Sort | None:
+    try:
+        root = yaml_places.parse(text, name=str(path))
+    except ConfigError:
+        return None  # whoever reads it next says what is wrong
+    if yaml_files.is_wrapper(root):
+        return "wrapper"
+    return "config" if yaml_files.is_config(root) else None
+
+
+def job_of(source: str | Path, options: Options) -> Job:
+    """The job that ``source``, and ``options.command`` beside it, describe.
+
+    Raises:
+        ConfigError: it is invalid, with the place and the next move.
+        ResourceError: a file cannot be read.
+    """
+    reading = _Reading(options)
+    if options.command is not None:
+        reading.launch(options.command, name="--command", file="--command" if source else "")
+    name = str(source) if source else "--command"
+    if source:
+        path = Path(source)
+        text = text_of(path)
+        sort = sort_of(path, text)
+        if sort is None:
+            raise unknown_kind(path)
+        reading.read(sort, path, text)
+    return reading.job(name)
+
+
+def unknown_kind(path: Path) -> ConfigError:
+    """The error for a file that is nothing that ``translate`` knows."""
+    return ConfigError(
+        f"{path} is nothing that translate knows",
+        fix="it reads DeepSpeed's JSON, Accelerate's and GPT-NeoX's YAML; and for Horovod a line "
+        "with horovodrun, its --config-file, HOROVOD_ variables as KEY=VALUE, the arguments of "
+        "DistributedOptimizer as YAML, or a Python script that imports horovod.torch",
+    )
+
+
+class _Reading:
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.settings = {name: _value(text) for name, text in options.settings.items()}
+        self.leaves: list[Leaf] = []
+        self.problems: list[Problem] = []
+        self.used: set[str] = set()
+        self.arguments: Mapping[str, Any] = {}
+        self.pending: tuple[Path, str, str] | None = None
+        self.started: Launch | None = None
+        self.script = False
+
+    def read(self, sort: Sort, path: Path, text: str, file: str = "") -> None:
+        if sort == "launch":
+            self.launch(text, name=str(path), file=file, beside=path.parent)
+        elif sort == "script":
+            self.pending = (path, text, file)
+        elif sort == "environment":
+            self.take(launch.environment(text, name=str(path), file=file))
+        else:
+            root = yaml_places.parse(text, name=file or str(path))
+            reader = yaml_files.config if sort == "config" else yaml_files.wrapper
+            self.take(reader(root, file=file))
+
+    def take(self, found: tuple[Sequence[Leaf], Sequence[Problem]]) -> None:
+        leaves, problems = found
+        self.leaves += leaves
+        self.problems += problems
+
+    def launch(self, text: str, *, name: str, file: str, beside: Path | None = None) -> None:
+        if self.started is not None:
+            raise ConfigError(
+                f"{name} starts a job, and so does --command", fix="leave --command out"
+            )
+        known = dict(self.options.settings)
+        self.used |= {key for key in known if re.search(rf"\$\{{?{re.escape(key)}\b", text)}
+        self.started = launch.read(text, name=name, known=known, file=file)
+        self.take((self.started.leaves, self.started.problems))
+        self.arguments = _arguments(self.started.arguments)
+        if self.started.config_file is not None:
+            self.beside(self.started.config_file, beside, "config")
+        if self.started.script is not None:
+            self.beside(self.started.script.text, beside, "script")
+
+    def beside(self, named: str, folder: Path | None, sort: Sort) -> None:
+        """Reads a file that the launch line names, where it is there."""
+        places = [Path(named), *([folder / named] if folder is not None else [])]
+        path = next((place for place in places if place.is_file()), None)
+        if path is None and sort == "config":
+            raise ConfigError(
+                f"--config-file {named}: there is no such file",
+                fix="translate where it is, or take the option out",
+            )
+        if path is not None:
+            self.read(sort, path, text_of(path), file=named)
+
+    def job(self, name: str) -> Job:
+        size = self.world_size(name)
+        if self.pending is not None:
+            path, text, file = self.pending
+            self.read_script(path, text, file, size)
+        self.check_problems(name)
+        leaves = _with_precedence(self.leaves)
+        keys = [leaf.key for leaf in leaves]
+        script_leaves.check_used(self.settings, frozenset(self.used), keys)
+        return Job(name, self.options, tuple(leaves), self.warnings, size, self.script)
+
+    def world_size(self, name: str) -> int | None:
+        stated = self.options.world_size
+        leaf = next((leaf for leaf in self.leaves if leaf.name == "num_proc"), None)
+        if leaf is not None and stated not in (None, leaf.value):
+            raise ConfigError(
+                f"--world-size {stated} is not {leaf.key} {leaf.value}", fix="leave one of them out"
+            )
+        return stated if leaf is None else int(leaf.value)
+
+    def read_script(self, path: Path, text: str, file: str, size: int | None) -> None:
+        read = script_leaves.read(
+            text,
+            name=file or str(path),
+            file=file,
+            size=size,
+            arguments=self.arguments,
+            settings=self.settings,
+        )
+        self.take((read.leaves, read.problems))
+        self.used |= read.used
+        self.script = True
+
+    def check_problems(self, name: str) -> None:
+        found = [*self.problems, *_contradictions(self.leaves)]
+        if self.options.lenient:
+            found = [problem for problem in found if not problem.overlooked]
+        refuse(name, found)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        said = [p for p in self.problems if p.overlooked]
+        older = [leaf for leaf in self.leaves if leaf.rule == "older"]
+        return tuple(
+            [f"{p.file + ':' if p.file else ''}{p.place}: {p.what}; {p.fix}" for p in said]
+            + [f"{leaf.place}: Horovod passes over {leaf.key}, an older name" for leaf in older]
+        )
+
+
+def _contradictions(leaves: Sequence[Leaf]) -> list[Problem]:
+    """What Horovod itself refuses when it wraps the optimizer."""
+    said = {leaf.name: leaf for leaf in leaves}
+    factor, op = said.get("gradient_predivide_factor"), said.get("op")
+    if factor is None or op is None or factor.value in (1.0, None) or op.value == "average":
+        return []
+    what = f"{factor.key} goes with op average alone, not with {op.value}"
+    return [Problem(factor.file, factor.place, what, "remove one of them")]
+
+
+def _value(text: str) -> Any:
+    """What ``--set`` states: a Python literal, true, false, null, or the text itself."""
+    if text in ("true", "false", "null", "None"):
+        return {"true": True, "false": False}.get(text)
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _arguments(words: Sequence[Word]) -> dict[str, Any]:
+    """The script's command line: option -> word, true where none follows."""
+    found: dict[str, Any] = {}
+    for i, word in enumerate(words):
+        flag, equals, inline = word.text.partition("=")
+        if not flag.startswith("-") or _is_number(flag):
+            continue
+        following = words[i + 1].text if i + 1 < len(words) else "-"
+        alone = following.startswith("-") and not _is_number(following)
+        found[flag] = inline if equals else True if alone else following
+    return found
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"-?[\d.]+(e-?\d+)?", text) is not None
+
+
+def _with_precedence(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Of what is set several times the option counts, then the file, then the environment."""
+    ranked: dict[str, Leaf] = {}
+    for leaf in sorted(leaves, key=_rank, reverse=True):
+        ranked[leaf.name] = leaf
+    return [
+        leaf
+        if ranked[leaf.name] is leaf or _may_repeat(leaf)
+        else replace(leaf, over=ranked[leaf.name].key)
+        for leaf in leaves
+    ]
+
+
+def _rank(leaf: Leaf) -> int:
+    if leaf.key.startswith("-"):
+        return 0
+    return 2 if leaf.key.startswith("HOROVOD_") else 1
+
+
+def _may_repeat(leaf: Leaf) -> bool:
+    return leaf.key.startswith("hvd.") or leaf.rule in ("optimizer.several", "schedule.several")

@@ -1,0 +1,174 @@
+"""Horovod to native: everything that a job says through the rules, into one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.translate.horovod import rules_launch, rules_script
+from torsh_trainer.translate.horovod.job import Job, Leaf, Options, PerProcess
+from torsh_trainer.translate.horovod.rules import RULES, Rule
+from torsh_trainer.translate.horovod.source import job_of
+from torsh_trainer.translate.nodes import Place
+from torsh_trainer.translate.outcomes import Outcome
+from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan
+
+RULE_MODULES = (rules_launch, rules_script)
+"""Importing them enters their rules."""
+
+AS_IT_STANDS = Options()
+"""No world, the newest version, exact."""
+
+_OVERRIDDEN = "overridden"
+_DEFAULTS = (
+    ("strategy", "engine", "Horovod", "engine"),
+    ("op", "op", "average", "op"),
+    ("compression", "compression", "none", "compression"),
+    ("backward_passes_per_step", "backward_passes_per_step", 1, "passes"),
+    ("buffers", "buffers", "each process its own", "start.buffers"),
+    ("unused parameters", "unused", "gradients of zero", "start.unused"),
+)
+"""(key, name, value, rule) of what holds wherever nothing says otherwise."""
+
+
+def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
+    """The native plan for the Horovod job ``source``: a path, or empty with a command alone.
+
+    Raises:
+        ConfigError: the job is invalid; the message has the place and the next move.
+        ResourceError: a file cannot be read.
+    """
+    job = job_of(source, options)
+    ledger = Ledger()
+    choices: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for leaf in job.leaves:
+        ledger.enter(leaf.key, _shown(leaf.value), line=leaf.place.line, column=leaf.place.column)
+    for leaf, given in [(leaf, True) for leaf in job.leaves] + [(d, False) for d in _defaults(job)]:
+        rule = RULES[_OVERRIDDEN if leaf.over else leaf.rule]
+        outcome = rule.apply(job, leaf)
+        choices.update(outcome.choices)
+        values.update(outcome.values)
+        ledger.take([_finding(leaf, rule, outcome, given=given)])
+    if job.world_size is not None and not job.several_hosts and not job.elastic:
+        values["launcher.num_processes"] = job.world_size
+    return Plan(
+        source=job.name,
+        engine="horovod",
+        version=options.version,
+        context="raw",
+        mode=options.mode,
+        world_size=job.world_size,
+        choices=choices,
+        values=values,
+        findings=ledger.close(),
+        warnings=job.warnings,
+        dtypes=_dtypes(job, values),
+        memory=_memory(job),
+    )
+
+
+def _defaults(job: Job) -> Iterator[Leaf]:
+    for key, name, value, rule in _DEFAULTS:
+        if not job.given(name):
+            yield Leaf(key, name, value, Place(), rule)
+    if job.script and not job.given("broadcast_parameters"):
+        yield Leaf(
+            "broadcast_parameters", "broadcast_parameters", None, Place(), "start.parameters"
+        )
+
+
+def _finding(leaf: Leaf, rule: Rule, outcome: Outcome, *, given: bool) -> Finding:
+    settings = [f"{group}={option}" for group, option in outcome.choices.items()]
+    settings += [f"{key}={_text(value)}" for key, value in outcome.values.items()]
+    return Finding(
+        key=leaf.key,
+        value=_shown(leaf.value),
+        line=leaf.place.line,
+        column=leaf.place.column,
+        verdict=outcome.verdict,
+        becomes=outcome.becomes or " ".join(settings),
+        why="; ".join(filter(None, [outcome.why, leaf.note])),
+        rule=rule.id,
+        engine_takes=outcome.engine_takes,
+        given=given,
+        file=leaf.file,
+    )
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, PerProcess):
+        return str(value)
+    if isinstance(value, tuple):
+        return ",".join(f"{host.name}:{host.slots}" for host in value)
+    return value
+
+
+def _text(value: Any) -> str:
+    """As an override on the command line has it."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
+
+def _dtypes(job: Job, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
+    half = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+    low = half.get(job.get("autocast.dtype", ""), "fp32") if job.get("autocast") else ""
+    computes = f"{low} by autocast" if low else "fp32"
+    sent = "fp16" if job.get("compression") == "fp16" else "fp32"
+    return (
+        DTypes("parameters", "fp32", "fp32"),
+        DTypes("compute", computes, computes),
+        DTypes("gradient communication", sent, values.get("precision.reduce", "fp32")),
+        DTypes("accumulation", "fp32", "fp32"),
+        DTypes("master", "fp32", "fp32"),
+        DTypes("optimizer state", "fp32", "fp32"),
+        DTypes("buffers", "as the model has them", "as the model has them"),
+    )
+
+
+def _memory(job: Job) -> Memory | None:
+    """Bytes per parameter and process, for an Adam: both hold all of it."""
+    if job.get("optimizer") not in ("Adam", "AdamW"):
+        return None
+    note = "bytes a parameter and process, Adam, without activations and Horovod's fusion buffer"
+    return Memory(16.0, 16.0, note)
+
+
+# -- the original, for verify --------------------------------------------------------------------
+
+
+def original(source: str | Path, options: Options = AS_IT_STANDS) -> dict[str, Any]:
+    """What a script of plain Horovod needs to train as the job ``source`` does.
+
+    Raises:
+        ConfigError, ResourceError: as ``translate``.
+    """
+    job = job_of(source, options)
+    wrapper = ("op", "compression", "gradient_predivide_factor", "sparse_as_dense", "num_groups")
+    found: dict[str, Any] = {
+        "wrapper": {name: job.get(name) for name in wrapper if job.get(name) is not None},
+        "passes": job.get("backward_passes_per_step", 1),
+        "loss_divided_by": job.get("loss.divided_by", 1),
+        "broadcast_optimizer_state": job.get("broadcast_optimizer_state", ""),
+        "clip_norm": job.get("clip_grad_norm"),
+        "clip_value": job.get("clip_grad_value"),
+    }
+    if isinstance(job.get("groups"), int):
+        found["wrapper"]["groups"] = job.get("groups")
+    if job.given("optimizer"):
+        found["optimizer"] = {"class": job.get("optimizer"), "options": _options(job, "optimizer.")}
+    if job.given("scheduler") and job.get("interval") != "never":
+        options_of = _options(job, "scheduler.")
+        found["scheduler"] = {"class": job.get("scheduler"), "options": options_of}
+        found["interval"] = job.get("interval")
+    return found
+
+
+def _options(job: Job, beginning: str) -> dict[str, Any]:
+    return {
+        leaf.name.removeprefix(beginning): leaf.value
+        for leaf in job.leaves
+        if leaf.name.startswith(beginning) and not leaf.over
+    }

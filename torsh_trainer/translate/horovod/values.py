@@ -1,0 +1,172 @@
+"""What a script's expressions stand for, as far as reading them tells."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torsh_trainer.translate.nodes import Place
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What only a run would tell. ``divided``: by what it was divided since it was made."""
+
+    text: str
+    place: Place
+    divided: Any = 1
+
+
+@dataclass(frozen=True)
+class Name:
+    """Something imported, by its full name: ``torch.optim.SGD``."""
+
+    dotted: str
+
+
+@dataclass
+class Thing:
+    """An object that matters: ``kind`` says which, ``facts`` what is known of it."""
+
+    kind: str
+    place: Place
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Kind:
+    """A class of the script, and the objects that were made of it."""
+
+    node: ast.ClassDef
+    made: list[Thing] = field(default_factory=list)
+
+    @property
+    def methods(self) -> dict[str, ast.FunctionDef]:
+        """By name."""
+        return {part.name: part for part in self.node.body if isinstance(part, ast.FunctionDef)}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of the script, or the method of a class."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef
+    kind: Kind | None = None
+
+    @property
+    def name(self) -> str:
+        """With its class, where it has one."""
+        return self.node.name if self.kind is None else f"{self.kind.node.name}.{self.node.name}"
+
+
+PLAIN = (bool, int, float, str, type(None))
+_LONGEST = 10_000
+_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: lambda a, b: a is b or (a == b and isinstance(a, str)),
+    ast.IsNot: lambda a, b: not (a is b or (a == b and isinstance(a, str))),
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "abs": abs,
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "max": max,
+    "min": min,
+    "round": round,
+    "str": str,
+    "math.ceil": math.ceil,
+    "math.floor": math.floor,
+    "math.sqrt": math.sqrt,
+    "math.log2": math.log2,
+}
+"""What is computed while reading."""
+
+
+def is_number(value: Any) -> bool:
+    """An int or a float, no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_plain(value: Any) -> bool:
+    """A constant, or a list, tuple or dict of them."""
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return isinstance(value, PLAIN)
+
+
+def combined(node: ast.BinOp, left: Any, right: Any, otherwise: Unknown) -> Any:
+    """``left op right``; of an unknown number it is remembered by what it was divided."""
+    if is_number(left) and is_number(right) and _small(node.op, left, right):
+        return computed(_BINARY.get(type(node.op)), left, right, otherwise=otherwise)
+    if isinstance(node.op, ast.Add) and type(left) is type(right) and _joins(left, right):
+        return left + right
+    if isinstance(left, Unknown) and isinstance(node.op, ast.Div):
+        return replace(otherwise, divided=times(left.divided, right))
+    if isinstance(node.op, ast.Mult):
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, Unknown) and one.divided != 1 and is_number(other) and other:
+                return replace(otherwise, divided=times(one.divided, 1 / other))
+    return otherwise
+
+
+def times(divided: Any, more: Any) -> Any:
+    """Divided by ``divided``, and by ``more`` after that."""
+    if is_number(divided) and is_number(more):
+        return divided * more
+    return more if divided == 1 else divided
+
+
+def compared(node: ast.Compare, values: list[Any], otherwise: Unknown) -> Any:
+    """A chain of comparisons."""
+    if not all(is_plain(value) for value in values):
+        return otherwise
+    result: Any = True
+    for op, left, right in zip(node.ops, values, values[1:], strict=False):
+        result = computed(_COMPARED.get(type(op)), left, right, otherwise=otherwise)
+        if isinstance(result, Unknown) or not result:
+            return result
+    return result
+
+
+def computed(function: Callable[..., Any] | None, *values: Any, otherwise: Unknown) -> Any:
+    """``function(*values)``, where it has a value."""
+    if function is None:
+        return otherwise
+    try:
+        return function(*values)
+    except (ArithmeticError, TypeError, ValueError):
+        return otherwise
+
+
+def _small(op: ast.operator, left: Any, right: Any) -> bool:
+    """Nothing that takes long."""
+    if isinstance(op, ast.Pow):
+        return abs(right) <= 64 and abs(left) <= 1e6
+    return abs(left) < 1e100 and abs(right) < 1e100
+
+
+def _joins(left: Any, right: Any) -> bool:
+    return isinstance(left, str | list | tuple) and len(left) + len(right) < _LONGEST
