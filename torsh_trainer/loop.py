@@ -25,12 +25,14 @@ from torsh_trainer.callbacks.base import (
     StepReport,
 )
 from torsh_trainer.checkpoint.base import Checkpointer
+from torsh_trainer.checkpoint.memory import gathered
 from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.data.batch import Step
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.errors import Interrupted, ResourceError, TrainingError
+from torsh_trainer.membership import Membership
 from torsh_trainer.pace import Pace
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import BrokenOffError, Limits, Stop, Watch
@@ -98,6 +100,7 @@ class Loop:
     feed: TrainFeed | None = None
     feed_state: Mapping[str, Any] = field(default_factory=dict)
     wants_stop: bool = False
+    membership: Membership = field(default_factory=Membership)
 
     def __post_init__(self) -> None:
         self._pending: list[tuple[tuple[Tensor, float], ...]] = []
@@ -128,6 +131,7 @@ class Loop:
         self._first_step = self.position.step
         self._started = time.perf_counter()
         self._since = _Since(self._started, self.position.samples, self.position.step)
+        self.membership.keep(self.position.step, self.snapshot)
         with Signals() as signals:
             stop = Stop(self.comm, self.limits, signals, self._started)
             try:
@@ -185,6 +189,7 @@ class Loop:
                 self.pace.on_epoch()
             if work.ends_epoch or step >= self._next_due:
                 wants_stop = self._after_step(ends_epoch=work.ends_epoch, stop=stop) or wants_stop
+            self.membership.after_step(step, self.snapshot)
             # Where all ranks have just met anyway, they also agree on what callbacks want.
             if stop.now(step, wants_stop, meet=due or self._evaluated_at == step):
                 return
@@ -402,10 +407,7 @@ class Loop:
 
     def save(self) -> None:
         """Saves a checkpoint of this moment."""
-        if self._pending:
-            self._settle_quietly()
-            self._pending_sum = self._summed()
-            self._pending.clear()
+        self._gather_losses()
         began = time.perf_counter()
         self._prepared = True
         failed = self._last_save_failed()
@@ -420,6 +422,13 @@ class Loop:
         for callback in self.callbacks:
             callback.on_save(report)
         self._since.pause(report.wall_s)
+
+    def _gather_losses(self) -> None:
+        """Reads the losses since the last report into one number, which a state can hold."""
+        if self._pending:
+            self._settle_quietly()
+            self._pending_sum = self._summed()
+            self._pending.clear()
 
     def _last_save_failed(self) -> bool:
         """Waits for a save under way; true when the disk refused it, which may be over by now."""
@@ -478,8 +487,14 @@ class Loop:
             "rng": {rank: rng_state(self.comm.device)},
         }
 
+    def snapshot(self) -> dict[str, Any]:
+        """``state`` of all ranks together, copied to the CPU, to go on from in memory."""
+        self._gather_losses()
+        saves = {"at": self._saved_at, "path": self.saved, "run": self.checkpointer.run}
+        return gathered({**self.state(), "saves": saves}, self.comm)
+
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state`` gave, filled by a checkpointer."""
+        """Takes what ``state`` gave, filled by a checkpointer, or ``snapshot``."""
         self.engine.load_state_dict(state["engine"])
         self.position = Position(**{k: int(v) for k, v in state["position"].items()})
         self.pace.load_state_dict(state["schedule"])
@@ -495,6 +510,8 @@ class Loop:
         self._evaluated_at = self._saved_at = self._logged_at = self.position.step
         if state["loop"]:  # what another program left has none
             self._load_own(state["loop"])
+        if "saves" in state:
+            self._saved_at, self.saved = state["saves"]["at"], state["saves"]["path"]
 
     def _load_own(self, state: Mapping[str, Any]) -> None:
         self._evaluated_at = state["evaluated_at"]

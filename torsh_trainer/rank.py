@@ -22,20 +22,21 @@ from torsh_trainer.callbacks.summary import summarise
 from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.fit import Fit
-from torsh_trainer.checkpoint.setup import WORDS, Comparison
+from torsh_trainer.checkpoint.memory import laid
+from torsh_trainer.checkpoint.setup import WORDS, Comparison, compare
 from torsh_trainer.checkpoint.store.lock import check_free
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.comm import attendance
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.comm.start import create
 from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
 from torsh_trainer.data.feed import TrainFeed, eval_batches
 from torsh_trainer.data.sampler import Cut, mix
 from torsh_trainer.data.stream import has_length
-from torsh_trainer.errors import ConfigError, TorshError
+from torsh_trainer.errors import ConfigError, TorshError, Unsupported
 from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
 from torsh_trainer.launchers.inside import report_ready
 from torsh_trainer.loop import Cadence, Loop, Position
+from torsh_trainer.membership import Membership
 from torsh_trainer.pace import Pace
 from torsh_trainer.resume import Resumption
 from torsh_trainer.rundir import RunDir
@@ -51,6 +52,8 @@ if TYPE_CHECKING:  # the trainer is what this module is called by
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+SAME = Membership()
+"""The same processes from beginning to end."""
 
 
 def run_rank(trainer: Trainer, world: World) -> tuple[dict[str, Any], nn.Module]:
@@ -60,28 +63,36 @@ def run_rank(trainer: Trainer, world: World) -> tuple[dict[str, Any], nn.Module]
         TorshError: after result.json has been left with the error.
     """
     began = time.perf_counter()
-    device = hardware.choose_device(trainer.device, world)
-    with _deterministic() if trainer.deterministic else contextlib.nullcontext():
-        return _run_rank(trainer, world, device, began)
-
-
-def _run_rank(
-    trainer: Trainer, world: World, device: torch.device, began: float
-) -> tuple[dict[str, Any], nn.Module]:
     strategy = trainer.strategy
     if isinstance(strategy, str):
         strategy = registry.strategy_class(strategy)()
+    if world.elastic:
+        _check_elastic(trainer)
+    membership = strategy.membership(world, trainer.comm)
+    attempt = partial(_run_rank, trainer, strategy, membership, began)
+    with _deterministic() if trainer.deterministic else contextlib.nullcontext():
+        return membership.run(attempt, world)
+
+
+def _run_rank(
+    trainer: Trainer, strategy: Strategy, membership: Membership, began: float, world: World
+) -> tuple[dict[str, Any], nn.Module]:
+    device = hardware.choose_device(trainer.device, world)
     mesh = strategy.mesh(world)
     options = strategy.comm_options(trainer.comm)
-    comm = create(world, options, device, process_group=strategy.needs_process_group(world))
+    needed = strategy.needs_process_group(world)
+    comm = membership.meet(world, options, device, process_group=needed)
     report_ready()
     rank = None
     try:
-        home = _home(trainer, comm, device)
+        home = RunDir(membership.home(lambda: _home(trainer, comm, device)))
         with home.logging(world, trainer.log_level):
-            rank = Rank(rehearsal(trainer), world, comm, mesh, strategy, home.path, began)
+            rank = Rank(
+                rehearsal(trainer), world, comm, mesh, strategy, home.path, began, membership
+            )
             patience = f"more than comm.timeout_s={options.timeout_s:g}"
-            with _reported(rank, home), attendance.named(comm.process_group, longer=patience):
+            group = None if world.elastic else comm.process_group
+            with _reported(rank, home), attendance.named(group, longer=patience):
                 rank.run()
                 content = rank.result()
                 if world.is_main:
@@ -105,11 +116,13 @@ class Rank:
         strategy: Strategy,
         run_dir: Path,
         began: float,
+        membership: Membership = SAME,
     ) -> None:
         self.trainer = trainer = completed(trainer, strategy, dp_size=mesh.dp)
         self.world = world
         self.comm = comm
         self.mesh = mesh
+        self.membership = membership
         self.run_dir = run_dir
         self.task = _scaled(trainer.task, mesh)
         self.callbacks = [
@@ -121,6 +134,7 @@ class Rank:
         self._facts: dict[str, Any] = {}  # of the run, in every manifest
 
     def run(self) -> None:
+        self.membership.begin()
         if self.trains and self.trainer.checkpoint.saves:
             self.checkpointer.claim()
         self._resume()
@@ -139,6 +153,8 @@ class Rank:
     @cached_property
     def origin(self) -> Origin | None:
         """The checkpoint that this run goes on from, if any; looked for before anything is made."""
+        if self.membership.kept is not None:
+            return Origin(self.run_dir, self.membership.kept)
         found = self.checkpointer.find(self.trainer.checkpoint.resume)
         return None if found is None else Origin(found, self.checkpointer.plain(found))
 
@@ -168,7 +184,8 @@ class Rank:
         folder: Location = RunDir(self.run_dir).checkpoints
         if options.dir:
             folder = location(options.dir, options.storage_options)
-        return DcpCheckpointer(folder, self.comm, options, facts=self._facts)
+        run = (self.membership.kept or {}).get("saves", {}).get("run")
+        return DcpCheckpointer(folder, self.comm, options, facts=self._facts, run=run)
 
     @property
     def trains(self) -> bool:
@@ -196,7 +213,7 @@ class Rank:
             comm=self.comm,
             pace=Pace(trainer.schedule, self.engine.optimizers, total=self.total_steps),
             clip=self.job.clip,
-            limits=Limits(self.total_steps, trainer.max_epochs, trainer.max_time_s),
+            limits=Limits(self.total_steps, trainer.max_epochs, self._time_left_s),
             cadence=Cadence(
                 log_every=trainer.log_every,
                 eval_every=trainer.eval_every,
@@ -211,7 +228,13 @@ class Rank:
             averaged=trainer.ema_decay is not None,
             on_nonfinite=trainer.on_nonfinite,
             about=about,
+            membership=self.membership,
         )
+
+    @property
+    def _time_left_s(self) -> float | None:
+        most = self.trainer.max_time_s
+        return None if most is None else max(0.0, most - self.membership.spent_s)
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
@@ -281,6 +304,9 @@ class Rank:
         if self.origin is None:
             return
         loop, path = self.loop, self.origin.path
+        if self.membership.kept is not None:
+            self._go_on(self.origin)
+            return
         self.engine.expect(self.origin.plain.get("engine", {}))
         template = loop.state(template=self.trains)
         resumption = self._compared(self.checkpointer.compare(template, path))
@@ -292,6 +318,15 @@ class Rank:
         if self.trains:
             resume.apply_settings(self.engine, self.origin.setup, self.setup)
             _tell(resumption.comparison)
+
+    def _go_on(self, origin: Origin) -> None:
+        """From what the processes of an earlier attempt have kept in memory."""
+        before = {name: fact for name, fact in origin.setup.items() if name != "world_size"}
+        comparison = compare(before, self.setup, allow=self.trainer.checkpoint.allow)
+        comparison.check(f"kept in memory for {origin.path}")
+        template = self.loop.state(template=True)
+        self.loop.load(laid(origin.plain, like={"engine": template["engine"]}))
+        _tell(comparison)
 
     def _compared(self, fit: Fit) -> Resumption:
         """What to load; a refusal on any rank is raised on every rank."""
@@ -380,6 +415,7 @@ class Rank:
         if flops is not None:
             low = trainer.precision.compute != "fp32"
             peak = hardware.peak_flops(self.comm.device, low_precision=low)
+        first = self.membership.kept is None
         return RunInfo(
             run_dir=self.run_dir,
             world=self.world,
@@ -400,7 +436,7 @@ class Rank:
             flops_per_sample=flops,
             peak_flops=None if peak is None else peak * self.world.size,
             threads=torch.get_num_threads(),
-            model_summary=summarise(self.engine.model) if self.world.is_main else "",
+            model_summary=summarise(self.engine.model) if first and self.world.is_main else "",
             config=trainer.config,
             total_steps=self.total_steps,
             max_time_s=trainer.max_time_s,
@@ -427,6 +463,7 @@ class Rank:
             "checkpoint": loop.saved,
             "run_dir": str(self.run_dir),
             **loop.gradient_traffic,
+            **self.membership.findings,
             **self.findings,
         }
 
@@ -442,7 +479,10 @@ class Rank:
 
 
 class Origin(NamedTuple):
-    """The checkpoint that a run goes on from, and what it holds beside tensors."""
+    """The checkpoint that a run goes on from, and what it holds beside tensors.
+
+    What was kept in memory has its tensors with it, and the run directory for a path.
+    """
 
     path: Location
     plain: Mapping[str, Any]
@@ -465,7 +505,7 @@ def _tell(comparison: Comparison) -> None:
         log.info("%s", text)
 
 
-def _home(trainer: Trainer, comm: Communicator, device: torch.device) -> RunDir:
+def _home(trainer: Trainer, comm: Communicator, device: torch.device) -> Path:
     """The run directory, made and named by rank 0."""
 
     def make() -> Path:
@@ -480,7 +520,7 @@ def _home(trainer: Trainer, comm: Communicator, device: torch.device) -> RunDir:
         )
         return home.path
 
-    return RunDir(_from_main(comm, make))
+    return _from_main(comm, make)
 
 
 def _from_main(comm: Communicator, make: Callable[[], T]) -> T:
@@ -505,7 +545,7 @@ def _reported(rank: Rank, home: Any) -> Iterator[None]:
         yield
     except (Exception, KeyboardInterrupt) as error:
         rank.failed(error)
-        if rank.world.is_main:
+        if rank.world.is_main and not rank.membership.survives(error):
             home.write_error(error)
         raise
 
@@ -527,6 +567,36 @@ def _check_scaling(trainer: Trainer) -> None:
             f"{trainer.loading.batch_size} the number of processes changes no result",
             fix="set data.micro_batch_size and data.batch_size=null, or optimizer.lr_scaling=none",
         )
+
+
+def _check_elastic(trainer: Trainer) -> None:
+    """Refuses what cannot be honoured where processes come and go."""
+    loading = trainer.loading
+    options: dict[str, tuple[bool, str, str]] = {
+        f"data.micro_batch_size={loading.micro_batch_size} without data.batch_size": (
+            loading.batch_size is None and loading.micro_batch_size is not None,
+            "the global batch would follow the number of processes",
+            "give data.batch_size",
+        ),
+        f"optimizer.lr_scaling={trainer.task.optimizer.lr_scaling}": (
+            trainer.task.optimizer.lr_scaling != "none",
+            "the learning rate would follow the number of processes",
+            "set optimizer.lr_scaling=none",
+        ),
+        f"checkpoint.mode={trainer.checkpoint.mode}": (
+            trainer.checkpoint.mode == "async",
+            "a save under way is lost with the processes",
+            "set checkpoint.mode=sync",
+        ),
+        f"trainer.stages={list(trainer.stages)}": (
+            any(stage.startswith("find_") for stage in trainer.stages),
+            "what is found belongs to one number of processes",
+            "look for it in a run of its own",
+        ),
+    }
+    for option, (asked, why, fix) in options.items():
+        if asked:
+            raise Unsupported(f"{option}, and processes come and go here: {why}", fix=fix)
 
 
 def setup_of(trainer: Trainer, task: Task, job: Job, *, total_steps: int | None) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class World:
     place on the node (RANK without LOCAL_RANK), so that ``rank`` may also be the first of several
     processes that a launcher starts here; ``node`` only the node's number, so that ``local_size``
     processes are still to be started, of which ``rank`` is the first. Running processes have
-    ``process``.
+    ``process``. ``elastic`` says that processes may come and go while the job runs.
 
     Raises:
         ConfigError: the numbers contradict one another.
@@ -54,6 +54,7 @@ class World:
     source: str = "alone"
     reasons: tuple[str, ...] = field(default=(), compare=False)
     told: Literal["process", "rank", "node"] = "process"
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         ranges = (

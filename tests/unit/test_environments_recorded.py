@@ -164,6 +164,16 @@ HOROVODRUN = {  # horovodrun --gloo -np 4 -H host1:2,host2:2
     "HOROVOD_GLOO_IFACE": "eth0",
     "NCCL_SOCKET_IFNAME": "eth0",
 }
+GROWING = {  # horovodrun -np 1 --min-np 1 --max-np 2 --host-discovery-script hosts.sh
+    **HOROVODRUN,
+    "HOROVOD_RANK": "0",
+    "HOROVOD_SIZE": "1",
+    "HOROVOD_LOCAL_RANK": "0",
+    "HOROVOD_LOCAL_SIZE": "1",
+    "HOROVOD_CROSS_RANK": "0",
+    "HOROVOD_CROSS_SIZE": "1",
+    "HOROVOD_ELASTIC": "1",
+}
 PLAIN_DESKTOP = {"PATH": "/usr/bin", "HOME": "/home/me", "OMP_NUM_THREADS": "4", "LANG": "C.UTF-8"}
 
 
@@ -200,6 +210,13 @@ def test_each_cluster_tells_a_process_its_place(env, expected):
     assert world.told == "process"
     assert world.reasons, "the reasons say which variables decided"
     assert f"decided by {expected[0]}" in environments.explain(env)
+
+
+def test_horovods_elastic_mode_is_known_and_its_first_process_hides_behind_nothing():
+    world = environments.detect({**GROWING, **INDEXED_JOB})
+    assert place(world) == ("horovod", 0, 1, 0, 1, 0, 1)
+    assert world.elastic
+    assert not environments.detect(HOROVODRUN).elastic
 
 
 @pytest.mark.parametrize(

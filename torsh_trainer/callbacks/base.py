@@ -120,7 +120,10 @@ class Callback:
         """After a checkpoint is complete."""
 
     def on_error(self, error: BaseException) -> None:
-        """When the run fails; ``on_end`` does not follow."""
+        """When the run fails; ``on_end`` does not follow.
+
+        Also where processes come and go, before the others begin anew with ``on_start``.
+        """
 
     def on_end(self, result: Mapping[str, Any]) -> None:
         """After the last step, with the content of result.json."""

@@ -113,6 +113,11 @@ class Checkpointer(abc.ABC):
                 metrics, and the one to keep the best by is not among them.
         """
 
+    @property
+    def run(self) -> str:
+        """Names the line of saves that those of this run belong to, on rank 0."""
+        return ""
+
     def prepare(self, state: Callable[[], Mapping[str, Any]]) -> None:  # noqa: B027 - optional
         """Does ahead what the first save of such a state would wait for, if anything.
 

@@ -64,8 +64,9 @@ class DcpCheckpointer(Checkpointer):
     """Saves into and loads from ``folder`` (a path, or one of a remote store), seen by all ranks.
 
     ``facts`` (strategy, precision, ...) are written into the manifest for the reader; loading needs
-    none of them. Works with and without a process group, on any number of ranks: a checkpoint of
-    four ranks loads on one. An error on one rank is raised on every rank.
+    none of them. ``run`` is the line of saves that these belong to (None: a new one). Works with
+    and without a process group, on any number of ranks: a checkpoint of four ranks loads on one. An
+    error on one rank is raised on every rank.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class DcpCheckpointer(Checkpointer):
         options: CheckpointOptions = CheckpointOptions(),
         *,
         facts: Mapping[str, Any] | None = None,
+        run: str | None = None,
     ) -> None:
         self.folder = folder
         self._comm = comm
@@ -82,7 +84,7 @@ class DcpCheckpointer(Checkpointer):
         # Read at each save: they may grow, even from nothing.
         self._facts: Mapping[str, Any] = {} if facts is None else facts
         # Only rank 0's is ever written.
-        self._store = store_at(folder, uuid.uuid4().hex, take_over=options.take_over)
+        self._store = store_at(folder, run or uuid.uuid4().hex, take_over=options.take_over)
         self._unmeasured = False  # best ones were to be kept, and no save had metrics
         self._measured = False
         self._saving: Saving | None = None
@@ -90,6 +92,10 @@ class DcpCheckpointer(Checkpointer):
         self._verified: Location | None = None
 
     # -- saving ---------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> str:
+        return self._store.run
 
     def claim(self) -> None:
         self._from_main("use", self.folder, self._store.claim)

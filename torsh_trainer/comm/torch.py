@@ -271,6 +271,14 @@ class TorchCommunicator(Communicator):
         return None
 
     def _failed(self, operation: str, error: RuntimeError) -> CommunicationError:
+        if self.world.elastic:  # processes may be gone, the one with the store too: ask nobody
+            rank = self.world.rank
+            return CommunicationError(
+                f"{operation} failed on rank {rank} ({self.backend}): {error}",
+                fix="look for the rank that failed first, in its log",
+                rank=rank,
+                operation=operation,
+            )
         longer = f"more than comm.timeout_s={self._timeout_s:g}"
         return attendance.explained(self.process_group, operation, error, longer=longer)
 

@@ -42,8 +42,9 @@ RULE = "the first that describes more than one process decides, else the first t
 def detect(env: Mapping[str, str]) -> World | None:
     """This process's place by the first environment, in order, that describes several processes.
 
-    A world of one never hides a world of many (``srun -n 1`` around a pod's variables); it is
-    returned when there is nothing larger. None: no environment knows this process.
+    A world of one never hides a world of many (``srun -n 1`` around a pod's variables), unless
+    more processes may come; it is returned when there is nothing larger. None: no environment knows
+    this process.
 
     Raises:
         ConfigError: an environment's variables contradict one another, or do not suffice.
@@ -79,7 +80,7 @@ def _judge(env: Mapping[str, str]) -> _Verdict:
             return _Verdict(None, environment.name, error)
         if world is None:
             continue
-        if world.size > 1:
+        if world.size > 1 or world.elastic:
             return _Verdict(world, environment.name)
         if alone.world is None:
             alone = _Verdict(world, environment.name)

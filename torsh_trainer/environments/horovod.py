@@ -27,6 +27,7 @@ class Horovod(Environment):
         *_LOCAL,
         "HOROVOD_CROSS_RANK",
         "HOROVOD_CROSS_SIZE",
+        "HOROVOD_ELASTIC",
         *_JOB,
         "MASTER_ADDR",
         "MASTER_PORT",
@@ -47,6 +48,7 @@ class Horovod(Environment):
             )
         node = read.integer("HOROVOD_CROSS_RANK", means="node")
         nodes = read.integer("HOROVOD_CROSS_SIZE", means="nodes")
+        elastic = read.text("HOROVOD_ELASTIC", means="processes come and go")
         driver = None
         if local_size != size and "MASTER_ADDR" not in read:
             driver = read.text("HOROVOD_GLOO_RENDEZVOUS_ADDR", means="rank 0's host taken to be")
@@ -60,6 +62,7 @@ class Horovod(Environment):
             rendezvous=read.rendezvous(one_node=local_size == size, host=driver, job=_JOB),
             source=self.name,
             reasons=tuple(read.reasons),
+            elastic=elastic == "1",
         )
 
     def absence(self, env: Mapping[str, str]) -> str:

@@ -99,7 +99,7 @@ class Local(Launcher):
     def _worlds(self, context: LaunchContext) -> tuple[World, ...]:
         """The places of the processes to start here; a single one is this process's own."""
         found = context.found or ALONE
-        if found.size == 1:
+        if found.size == 1 and not found.elastic:
             count = self.num_processes
             if count == "auto":
                 count = hardware.accelerators(context.env) or 1

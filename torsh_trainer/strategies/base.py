@@ -24,6 +24,7 @@ from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.data.batch import MicroBatch as MicroBatch
 from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.membership import Membership
 from torsh_trainer.precision import Precision
 from torsh_trainer.task import Mean, Task
 from torsh_trainer.world import World
@@ -276,6 +277,20 @@ class Strategy(abc.ABC):
             ConfigError: ``options`` ask for another backend than its own.
         """
         return options
+
+    def membership(self, world: World, options: CommOptions) -> Membership:
+        """Which processes a run that begins as ``world`` consists of.
+
+        Raises:
+            Unsupported: processes come and go there, and this strategy needs the same ones.
+        """
+        if world.elastic:
+            raise self.refuse(
+                f"processes that come and go, as {world.source} has started these",
+                use="set strategy=horovod; or start horovodrun without --min-np and "
+                "--host-discovery-script",
+            )
+        return Membership()
 
     @abc.abstractmethod
     def mesh(self, world: World) -> Mesh:

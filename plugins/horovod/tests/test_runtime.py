@@ -257,6 +257,38 @@ def test_a_knob_out_of_range_is_refused_in_one_sentence(knobs, words):
     assert words in str(refusal.value)
 
 
+def asked_for_a_process_set(comm: Any, ranks: tuple[int, ...]) -> str:
+    try:
+        cases.train(comm, Horovod(process_set=ranks), Scenario())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_set_of_some_ranks_is_refused_and_one_of_all_is_what_there_is_anyway():
+    for words in shared(2).run(asked_for_a_process_set, (1,)):
+        assert "cannot honour process_set=[1] of 2 processes: rank 0 would" in words
+    assert shared(2).run(asked_for_a_process_set, (1, 0)) == ["", ""]
+
+
+def summed_by_one(comm: Any) -> list[float]:
+    """What a task may do with a process set of its own, beside the engine."""
+    driver = cases.Driver(comm, Horovod(dynamic_process_sets=True), Scenario())
+    driver.step(0, Outcome())
+    import horovod.torch as hvd
+
+    mine = [hvd.add_process_set([rank]) for rank in range(2)][comm.world.rank]
+    total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="own", process_set=mine).tolist()
+    driver.step(1, Outcome())
+    driver.engine.close()
+    return total
+
+
+def test_code_of_ones_own_makes_process_sets_where_that_is_asked_for():
+    with RankPool(2) as ranks:
+        assert ranks.run(summed_by_one) == [[1.0], [1.0]]
+
+
 def asked_for_a_group_that_is_not_there(comm: Any) -> str:
     try:
         cases.train(comm, Horovod(groups=(("head.wait",),)), Scenario())

@@ -8,6 +8,7 @@ from typing import Any
 _NAMES = {
     "Horovod": "strategy",
     "HorovodConfig": "integration",
+    "HorovodElasticConfig": "integration",
     "HorovodIntegration": "integration",
     "local_rank": "integration",
     "local_size": "integration",
@@ -17,6 +18,7 @@ _NAMES = {
 __all__ = [
     "Horovod",
     "HorovodConfig",
+    "HorovodElasticConfig",
     "HorovodIntegration",
     "local_rank",
     "local_size",

@@ -41,11 +41,67 @@ def local_size() -> int:
 
 
 @dataclass(frozen=True)
+class HorovodElasticConfig:
+    """Between how many processes a job of Horovod's elastic mode may have.
+
+    It starts with ``initial_workers`` (None: ``min_workers``), and ``timeout_s`` is how long it
+    waits for ``min_workers`` after a change.
+
+    Raises:
+        ConfigError: the numbers contradict one another.
+    """
+
+    min_workers: int
+    max_workers: int
+    initial_workers: int | None = None
+    timeout_s: int = 300
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("min_workers", self.min_workers, 1),
+            ("max_workers", self.max_workers, self.min_workers),
+            ("initial_workers", self.first_workers, self.min_workers),
+            ("timeout_s", self.timeout_s, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name}={value} is below {least}", fix=f"give {least} or more")
+        if self.first_workers > self.max_workers:
+            raise ConfigError(
+                f"initial_workers={self.initial_workers} is above max_workers={self.max_workers}",
+                fix=f"give {self.max_workers} or less",
+            )
+
+    @property
+    def first_workers(self) -> int:
+        """With how many processes the job starts."""
+        return self.min_workers if self.initial_workers is None else self.initial_workers
+
+    def horovodrun(
+        self, *command: str, discovery: str, network_interface: str | None = None
+    ) -> tuple[str, ...]:
+        """The words that start ``command`` so; ``discovery`` is the script that prints the hosts.
+
+        On a single host ``horovodrun`` has to be told the interface (``lo``): it looks for one that
+        two hosts have, and waits for the second.
+        """
+        words = ["horovodrun", "-np", str(self.first_workers)]
+        words += ["--min-np", str(self.min_workers), "--max-np", str(self.max_workers)]
+        words += ["--elastic-timeout", str(self.timeout_s), "--host-discovery-script", discovery]
+        if network_interface is not None:
+            words += ["--network-interface", network_interface]
+        return (*words, *command)
+
+
+@dataclass(frozen=True)
 class HorovodConfig:
-    """The knobs of the strategy, and the trainer's compression over it."""
+    """The knobs of the strategy, and the trainer's compression over it.
+
+    ``elastic`` says that processes may come and go; None that they stay.
+    """
 
     strategy: Horovod
     compression: Compression = NoCompression()
+    elastic: HorovodElasticConfig | None = None
 
 
 class HorovodIntegration:
@@ -73,9 +129,34 @@ class HorovodIntegration:
         """
         return HorovodConfig(HorovodIntegration.default_config().strategy, TopK(k))
 
+    @staticmethod
+    def config_with_elastic(min_workers: int, max_workers: int) -> HorovodConfig:
+        """Processes may come and go between the two numbers, beginning with ``min_workers``.
+
+        ``config.elastic.horovodrun(...)`` is the command that starts a script so.
+
+        Raises:
+            ConfigError: ``min_workers`` is below 1, or ``max_workers`` below it.
+        """
+        elastic = HorovodElasticConfig(min_workers, max_workers)
+        return HorovodConfig(HorovodIntegration.default_config().strategy, elastic=elastic)
+
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of Trainer that the configuration stands for."""
+        """The arguments of Trainer that the configuration stands for.
+
+        Raises:
+            ConfigError: processes are to come and go, and nothing has started this one so.
+        """
+        elastic = self.config.elastic
+        if elastic is not None and not _world().elastic:
+            command = " ".join(elastic.horovodrun("python", "SCRIPT", discovery="HOSTS"))
+            raise ConfigError(
+                "the configuration is an elastic one, and Horovod's elastic mode has not started "
+                "this process",
+                fix=f"start it with {command}, where HOSTS is a script that prints a line "
+                "HOST:PROCESSES for each host",
+            )
         return {"strategy": self.config.strategy, "compression": self.config.compression}
 
     def initialize(self, rank: int, size: int, local_rank: int, local_size: int) -> None:
@@ -90,6 +171,12 @@ class HorovodIntegration:
                 "this HorovodIntegration is initialized already", fix="call initialize once"
             )
         world = _world()
+        if self.config.elastic is not None or world.elastic:
+            raise ConfigError(
+                "where processes come and go, nobody can join them once for all",
+                fix="leave initialize out: Trainer(task=..., **integration.options) joins them "
+                "anew after every change, in a script that horovodrun has started with --min-np",
+            )
         given = (rank, size, local_rank, local_size)
         found = (world.rank, world.size, world.local_rank, world.local_size)
         if given != found:

@@ -5,6 +5,9 @@ nowhere else. Under ``horovodrun`` all of it is there. Elsewhere rank 0 serves H
 rendezvous and tells the others where, through the communicator that they have already. What is
 written to the environment is taken back: a process that this one starts is none of Horovod's.
 
+In Horovod's elastic mode (``start_elastic``) it runs from the first moment to the last: Horovod's
+own loop ends it and starts it anew, when processes have come or gone.
+
 While it runs, a thread of Horovod's wakes up every ``HOROVOD_CYCLE_TIME`` (1 ms), for about a tenth
 of a core. So it ends with its last user.
 """
@@ -43,6 +46,14 @@ when Horovod is started anew and both are set by then.
 """
 
 
+ELASTIC_TIMEOUT_S = "60"
+"""How long Horovod waits for a process that comes to have loaded torch (30 s by default).
+
+And for one that has gone back to the start when another was lost: where three processes and more
+are at work, some do not notice it before.
+"""
+
+
 @dataclass
 class _Process:
     """What of Horovod runs in this process, and what it cannot forget."""
@@ -61,6 +72,9 @@ class _Process:
 
     tuned: set[str] = field(default_factory=set)
     """Those of ``TUNED`` that were ever set."""
+
+    elastic: bool = False
+    """Whether Horovod's own loop starts it anew, and nobody else may."""
 
 
 _process = _Process()
@@ -119,7 +133,46 @@ def start(comm: Communicator, variables: Mapping[str, str]) -> Running:
     return running
 
 
+def start_elastic(variables: Mapping[str, str]) -> Any:
+    """``horovod.torch``, running among the processes that its elastic driver has chosen.
+
+    The settings stay in the environment, for Horovod is started anew with them whenever processes
+    come or go.
+
+    Raises:
+        ConfigError: it could not be started anew with these settings.
+        ResourceError: it does not start.
+    """
+    # Imported here, as in ``start``.
+    import horovod.torch as hvd
+
+    variables = _telling(variables)
+    tuned = {name for name in TUNED if name in variables or name in os.environ}
+    if len(tuned) == len(TUNED):
+        raise ConfigError(
+            "Horovod's elastic mode starts it anew, which it does not survive once "
+            "strategy.fusion_threshold_mb and strategy.cycle_time_ms are both set",
+            fix="leave one of them (or horovodrun's option of that name) out",
+        )
+    os.environ.update(variables)
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", ELASTIC_TIMEOUT_S)
+    try:
+        hvd.init()
+    except (RuntimeError, ValueError) as error:
+        raise ResourceError(
+            f"Horovod does not start: {error}", fix="HOROVOD_LOG_LEVEL=debug says more"
+        ) from error
+    _process.variables, _process.tuned = variables, tuned
+    _process.elastic = _process.given = True
+    return hvd
+
+
 def _start(hvd: Any, comm: Communicator, variables: Mapping[str, str]) -> None:
+    if _process.elastic:
+        raise ConfigError(
+            "Horovod's elastic mode has started Horovod in this process with other settings",
+            fix="train with one strategy=horovod in it",
+        )
     tuned = {name for name in TUNED if name in variables or name in os.environ} | _process.tuned
     _check_anew(tuned)
     _stop(hvd)
@@ -316,6 +369,12 @@ def _address(world: World) -> str:
             fix="name the interface between the nodes: comm.network_interface=eth0",
         )
     return address
+
+
+def address_of(interface: str) -> str:
+    """This process's address on ``interface``; the host's name where it has none there."""
+    named = (address for name, address in _interfaces() if name == interface)
+    return next(named, socket.gethostname())
 
 
 def _interface(address: str) -> str:

@@ -21,6 +21,7 @@ VARIABLES = {
     "stall_check": "HOROVOD_STALL_CHECK_DISABLE",
     "stall_warning_s": "HOROVOD_STALL_CHECK_TIME_SECONDS",
     "stall_shutdown_s": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "dynamic_process_sets": "HOROVOD_DYNAMIC_PROCESS_SETS",
 }
 """Knob of ``strategy=horovod`` -> the variable of ``horovodrun``'s option of nearly that name."""
 

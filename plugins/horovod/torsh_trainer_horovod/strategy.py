@@ -7,9 +7,10 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from torsh_trainer.comm.base import Communicator
-from torsh_trainer.comm.compression.base import Compressing
+from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.comm.compression.base import Compressing, NoCompression
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.membership import Membership
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.strategies.compressing import compressing
@@ -30,6 +31,7 @@ LEAST = {
     "stall_warning_s": 0,
     "stall_shutdown_s": 0,
     "backward_passes_per_step": 1,
+    "elastic_keep_every": 1,
 }
 """The smallest value of each number."""
 
@@ -47,6 +49,8 @@ class Horovod(Strategy):
     ``autotune_`` knobs are its own. ``timeline`` is a file for Chrome's tracing,
     ``timeline_mark_cycles`` marks the cycles in it. ``stall_check`` warns of ranks that do not come
     for ``stall_warning_s``, and ends the job after ``stall_shutdown_s`` (0: never).
+    ``dynamic_process_sets`` lets the user's own code make process sets (``hvd.add_process_set``)
+    for collectives of its own.
 
     ``compression`` fp16 rounds gradients to fp16 on the wire (Horovod's Compression.fp16).
     ``backward_passes_per_step`` sums so many backward passes instead of averaging them, and ``op``
@@ -57,7 +61,11 @@ class Horovod(Strategy):
     given. ``sparse_as_dense`` makes the sparse gradients of embeddings dense on the wire.
     ``find_unused_parameters`` allows parameters without a gradient, at the price of one small
     reduction a step. ``broadcast_buffers`` takes rank 0's buffers before every step; Horovod
-    itself leaves each rank its own.
+    itself leaves each rank its own. ``process_set`` names the ranks among which gradients are
+    reduced: all of them, for a run trains one model.
+
+    In horovodrun's elastic mode the state of training is copied to the CPU every
+    ``elastic_keep_every`` steps, and at most so many are done again when a process is lost.
 
     Raises:
         ConfigError: a knob is out of range, or two exclude each other.
@@ -80,6 +88,7 @@ class Horovod(Strategy):
     stall_check: bool | None = None
     stall_warning_s: int | None = None
     stall_shutdown_s: int | None = None
+    dynamic_process_sets: bool | None = None
     compression: Literal["none", "fp16"] = "none"
     backward_passes_per_step: int = 1
     op: Literal["average", "sum", "adasum"] = "average"
@@ -88,6 +97,8 @@ class Horovod(Strategy):
     sparse_as_dense: bool = False
     find_unused_parameters: bool = False
     broadcast_buffers: bool = True
+    process_set: tuple[int, ...] | None = None
+    elastic_keep_every: int = 10
 
     def __post_init__(self) -> None:
         for knob, least in LEAST.items():
@@ -100,6 +111,8 @@ class Horovod(Strategy):
             word = getattr(self, knob)
             if word not in known:
                 raise ConfigError(f"strategy.{knob}={word} is unknown", fix=nearest(word, known))
+        if self.process_set is not None:
+            object.__setattr__(self, "process_set", tuple(self.process_set))  # YAML has lists
         self._check_groups()
         self._check_predivide()
         self._check_adasum()
@@ -162,9 +175,26 @@ class Horovod(Strategy):
         """What Horovod finds in its environment when it starts."""
         return variables_of(self)
 
+    def membership(self, world: World, options: CommOptions) -> Membership:
+        if not world.elastic:
+            return super().membership(world, options)
+        self._check_elastic(options)
+        _check_installed()
+        # Imported late, as in ``prepare``.
+        from torsh_trainer_horovod.elastic import ElasticMembership
+
+        return ElasticMembership(self, options)
+
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         check_installed()
         self._check_job(job)
+        self._check_process_set(comm.world)
+        if comm.world.elastic and not isinstance(job.compression, NoCompression):
+            raise self.refuse(
+                f"compression={job.compression.name} while processes come and go: what a process "
+                "still owes to the gradient goes with it",
+                use="set compression=none, or strategy.compression=fp16",
+            )
         # Imported late: it loads Horovod, which is not there on a machine that only composes.
         from torsh_trainer_horovod.adasum import adasum_engine
         from torsh_trainer_horovod.engine import HorovodEngine, compressed_engine
@@ -181,6 +211,26 @@ class Horovod(Strategy):
         if self.op == "adasum":
             return adasum_engine(self, job, comm, model=model, module=module)
         return HorovodEngine(self, job, comm, model=model, module=module, groups=groups)
+
+    def _check_elastic(self, options: CommOptions) -> None:
+        """Raises Unsupported for what cannot be where processes come and go."""
+        here = "while processes come and go"
+        if options.backend not in ("auto", "gloo"):
+            raise self.refuse(
+                f"comm.backend={options.backend} {here}: only gloo notices that one is gone",
+                use="set comm=auto",
+            )
+        if self.op != "average":
+            raise self.refuse(
+                f"op={self.op} {here}: the step would follow their number",
+                use="set strategy.op=average",
+            )
+        if self.backward_passes_per_step > 1:
+            raise self.refuse(
+                f"backward_passes_per_step={self.backward_passes_per_step} {here}: "
+                "trainer.accumulate follows their number",
+                use="set strategy.backward_passes_per_step=1",
+            )
 
     def _check_compression(self, knobs: Compressing) -> None:
         """Raises Unsupported for what excludes the trainer's own compression."""
@@ -210,6 +260,18 @@ class Horovod(Strategy):
                 "a parameter that a step does not use would be lost",
                 use="set compression.memory=none",
             )
+
+    def _check_process_set(self, world: World) -> None:
+        if self.process_set is None or sorted(self.process_set) == list(range(world.size)):
+            return
+        others = sorted(set(range(world.size)) - set(self.process_set))
+        which = f"rank {others[0]}" if others else "ranks that are not there"
+        raise self.refuse(
+            f"process_set={list(self.process_set)} of {world.size} processes: {which} would train "
+            "another model, and a run has one",
+            use="leave it null, and start only those processes; dynamic_process_sets=true is for "
+            "collectives of your own",
+        )
 
     def _check_job(self, job: Job) -> None:
         if job.precision.reduce == "bf16":
