@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         ResourceError: a file cannot be read or written.
     """
     options = _parser().parse_args(argv)
-    _check_report(options.report)
+    check_report(options.report)
     plan = translate(options.file, options_of(options))
     if options.output is not None:
         write_text(options.output, recipe_of(plan), fix=ELSEWHERE)
@@ -47,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
     return plan.exit_code
 
 
-def _check_report(path: Path | None) -> None:
+def check_report(path: Path | None) -> None:
+    """Makes sure of the name of a report.
+
+    Raises:
+        ConfigError: it says neither JSON nor HTML.
+    """
     if path is not None and path.suffix not in (".json", ".html", ".htm"):
         raise ConfigError(
             f"--report {path} is neither .json nor .html", fix="end its name with one of them"
@@ -106,7 +111,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Translates a DeepSpeed configuration (JSON as DeepSpeed reads it, base64, or "
         "the block in an Accelerate or GPT-NeoX file) into a native recipe, with a verdict for "
         "every key. Exits with 0 when nothing differs, 10 when something is approximate, 11 when "
-        "something is refused, 2 when the file is invalid.",
+        "something is refused, 2 when the file is invalid. The other direction: translate RECIPE "
+        "--to deepspeed|accelerate-fsdp|torchtitan.",
     )
     parser.add_argument("file", metavar="FILE", help="the configuration")
     parser.add_argument(
