@@ -8,7 +8,7 @@ PLUGINS := plugins/deepspeed plugins/horovod plugins/mpi
 COMMA := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs docs-serve guarantees bench wheel clean
+.PHONY: help demo test lint docs docs-serve guarantees keys bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,6 +31,9 @@ docs: $(VENV)/.installed-dev  ## build docs/ into site/, strictly
 
 guarantees: $(VENV)/.installed-dev  ## write docs/guarantees.md from the tests
 	$(PY) -m torsh_trainer.testing.guarantees
+
+keys: $(VENV)/.installed-dev  ## write docs/migrate/keys.md from the rules of the translators
+	$(PY) -m torsh_trainer.translate.keys_page
 
 docs-serve: $(VENV)/.installed-dev  ## show the docs while you write them
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve

@@ -68,6 +68,20 @@ def verify(argv: Sequence[str]) -> int:
     )
 
 
+def translate(argv: Sequence[str]) -> int:
+    """The verb ``translate FILE``, or ``translate RECIPE --to ENGINE``."""
+    # Imported late: each direction needs its own, and only this one needs Hydra.
+    if not any(word.partition("=")[0] == "--to" for word in argv):
+        from torsh_trainer.translate.command import main as inward
+
+        return inward(argv)
+    from torsh_trainer.config.outward import asked
+    from torsh_trainer.translate.outward.command import write
+
+    order = asked(argv)
+    return write(order.native, order.to, output=order.output, report_file=order.report)
+
+
 def _prove(argv: Sequence[str]) -> int:
     """A translation, tried against the original."""
     # Imported late, as Hydra is below: --help needs neither.

@@ -42,7 +42,7 @@ VERBS = {
     "rerun": "torsh_trainer.__main__:rerun",
     "report": "torsh_trainer.report:main",
     "verify": "torsh_trainer.__main__:verify",
-    "translate": "torsh_trainer.translate.command:main",
+    "translate": "torsh_trainer.__main__:translate",
 }
 
 

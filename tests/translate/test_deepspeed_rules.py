@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.translate.deepspeed import keys, versions
+from torsh_trainer.translate.deepspeed import job, keys, versions
 from torsh_trainer.translate.deepspeed.rules import RULES
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate
@@ -196,6 +198,13 @@ class TestPrecision:
         assert finding_of(fast, "bf16.enabled").verdict == "approximate"
         unknown = plan_of({"bf16": {"enabled": True}})
         assert finding_of(unknown, "bf16.enabled").verdict == "approximate"
+
+    @pytest.mark.parametrize("kind", sorted(job.TORCH_OPTIMIZERS))
+    def test_without_a_rate_the_phantom_step_has_torchs_own(self, plan_of, kind):
+        name = "AdamW" if kind == "adamw" else kind[0].upper() + kind[1:]
+        default = inspect.signature(getattr(torch.optim, name)).parameters["lr"].default
+        plan = plan_of({"bf16": {"enabled": True}, "optimizer": {"type": kind}})
+        assert plan.values["trainer.phantom_lr"] == default
 
     def test_stage_0_in_fp16_is_what_was_meant(self, plan_of, finding_of):
         found = finding_of(plan_of({"fp16": {"enabled": True}, **adam()}), "fp16.enabled")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.translate import report
 from torsh_trainer.translate.deepspeed import keys, versions
-from torsh_trainer.translate.deepspeed.source import CONTEXTS, Options
+from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES, Options
 from torsh_trainer.translate.deepspeed.translator import translate
 from torsh_trainer.translate.nodes import leaves, node_of
 from torsh_trainer.translate.recipe import recipe_of
@@ -66,7 +68,9 @@ OPTIONS = st.builds(
     world_size=st.sampled_from([None, 1, 4, 8]),
     version=st.sampled_from([(0, 14, 0), (0, 19, 2), (0, 19, 6), versions.NEWEST]),
     context=st.sampled_from(CONTEXTS),
+    mode=st.sampled_from(MODES),
     lenient=st.booleans(),
+    sizes_from_loader=st.booleans(),
 )
 
 
@@ -113,3 +117,90 @@ def test_the_order_of_keys_changes_nothing_but_their_lines(config):
     second = translate(turned)
     assert (first.choices, first.values) == (second.choices, second.values)
     assert sorted(map(repr, first.findings)) == sorted(map(repr, second.findings))
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[dict[str, Any], str, dict[str, int]]:
+    """A configuration, a file that holds it as people write, and the line of each key."""
+    config = json.loads(json.dumps(draw(configurations(odd=False))))
+    lines, places = ["{"], {}
+
+    def write(node: dict[str, Any], above: str, indent: str) -> None:
+        for name, value in node.items():
+            if draw(st.booleans()):
+                lines.append(f"{indent}{draw(st.sampled_from(['#', '//']))} {name}: a remark")
+            places[f"{above}{name}"] = len(lines) + 1
+            key = name if draw(st.booleans()) else json.dumps(name)
+            if isinstance(value, dict) and value:
+                lines.append(f"{indent}{key}: {{")
+                write(value, f"{above}{name}.", f"{indent}  ")
+                lines.append(f"{indent}}},")
+            else:
+                lines.append(f"{indent}{key}: {json.dumps(value)}{draw(st.sampled_from(',,'))}")
+
+    write(config, "", "  ")
+    return config, "\n".join([*lines, "}"]), places
+
+
+@settings(
+    max_examples=100, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@given(texts(), OPTIONS)
+def test_a_file_is_taken_as_its_content_and_every_verdict_has_its_line(tmp_path, written, options):
+    config, text, places = written
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    try:
+        plan = translate(config, options)
+    except ConfigError:
+        for source in (file, encoded):
+            with pytest.raises(ConfigError):
+                translate(source, options)
+        return
+    for source in (file, encoded):
+        found = translate(source, options)
+        assert (found.choices, found.values) == (plan.choices, plan.values)
+    given_lines = {f.key: f.line for f in translate(file, options).findings if f.given}
+    assert given_lines == {key: line for key, line in places.items() if key in given_lines}
+    assert given_lines.keys() == keys_in(config)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(configurations(odd=True), OPTIONS, st.sampled_from(["no", "bf16", "fp16", "odd"]))
+def test_a_block_in_a_file_of_accelerate_is_translated_whole_or_refused_in_words(
+    tmp_path, config, options, precision
+):
+    around = {"deepspeed_config": config, "mixed_precision": precision, "num_processes": 4}
+    file = tmp_path / "accelerate.yaml"
+    file.write_text(yaml.safe_dump(around))
+
+    def found() -> Any:
+        try:
+            plan = translate(file, options)
+        except ConfigError as error:
+            return error.sentence, error.fix
+        assert not [f for f in plan.findings if f.rule == "ledger"]
+        return report.as_json(plan)
+
+    first = found()
+    assert first == found()
+    assert all(first)
+
+
+NOISE = st.text(st.sampled_from('{}[]:,"#/ \n\\a1.-eE\x00é'), max_size=60) | st.binary(max_size=40)
+
+
+@settings(
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@given(NOISE, st.sampled_from(["ds.json", "ds.yaml"]))
+def test_what_is_no_configuration_is_an_error_in_words(tmp_path, noise, name):
+    file = tmp_path / name
+    file.write_bytes(noise.encode() if isinstance(noise, str) else noise)
+    said = None
+    try:
+        translate(file, Options(lenient=True, sizes_from_loader=True))
+    except TorshError as error:
+        said = error
+    assert said is None or (said.sentence and said.fix)

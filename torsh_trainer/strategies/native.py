@@ -112,10 +112,14 @@ class NativeEngine(Engine):
     def _added(self, micro: MicroBatch, total_weight: float, task: Task) -> tuple[Tensor, float]:
         """A micro-batch, after which gradients are rounded to the dtype that they are held in."""
         part = self._micro_batch(micro, total_weight, task)
+        self._hold()
+        return part
+
+    def _hold(self) -> None:
+        """Rounds gradients to the dtype that they are held in, where that is a lower one."""
         if self._held is not None:
             gradients = self._local([p.grad for p in self._parameters if p.grad is not None])
             torch._foreach_copy_(gradients, [g.to(self._held) for g in gradients])
-        return part
 
     def _micro_batch(
         self, micro: MicroBatch, total_weight: float, task: Task
@@ -208,6 +212,7 @@ class NativeEngine(Engine):
                 loss.backward()
             except RuntimeError as error:
                 raise _why_no_backward(loss) or error from error
+        self._hold()
 
     def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
         optimizer = self.optimizers[name]

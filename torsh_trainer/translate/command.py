@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         ResourceError: a file cannot be read or written.
     """
     options = _parser().parse_args(argv)
-    _check_report(options.report)
+    check_report(options.report)
     if options.file is None and options.command is None:
         raise ConfigError(
             "translate wants a file", fix="name it, or give --command 'horovodrun ...'"
@@ -52,7 +52,12 @@ def main(argv: Sequence[str]) -> int:
     return plan.exit_code
 
 
-def _check_report(path: Path | None) -> None:
+def check_report(path: Path | None) -> None:
+    """Makes sure of the name of a report.
+
+    Raises:
+        ConfigError: it says neither JSON nor HTML.
+    """
     if path is not None and path.suffix not in (".json", ".html", ".htm"):
         raise ConfigError(
             f"--report {path} is neither .json nor .html", fix="end its name with one of them"
@@ -116,7 +121,8 @@ def _parser() -> argparse.ArgumentParser:
         "--config-file, HOROVOD_ variables, arguments of DistributedOptimizer as YAML, a training "
         "script) into a native recipe, with a verdict for every key. Exits with 0 when nothing "
         "differs, 10 when something is approximate, 11 when something is refused, 2 when the file "
-        "is invalid.",
+        "is invalid. The other direction: translate RECIPE --to deepspeed|accelerate-fsdp|"
+        "torchtitan.",
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help="the configuration, or the script")
     parser.add_argument(

@@ -69,7 +69,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """A translation: ``choices`` (group -> option), ``values`` (dotted key -> value), findings."""
+    """A translation: ``choices`` (group -> option), ``values`` (dotted key -> value), findings.
+
+    ``target`` is ``native``, or the engine and version that a native recipe is translated to.
+    """
 
     source: str
     engine: str
@@ -83,6 +86,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     dtypes: tuple[DTypes, ...] = ()
     memory: Memory | None = None
+    target: str = "native"
 
     @property
     def counts(self) -> dict[str, int]:

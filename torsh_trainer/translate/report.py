@@ -22,6 +22,7 @@ def as_json(plan: Plan) -> str:
         "schema": SCHEMA,
         "source": plan.source,
         "engine": plan.engine,
+        "target": plan.target,
         "version": plan.version,
         "context": plan.context,
         "mode": plan.mode,
@@ -46,7 +47,7 @@ def schema_text() -> str:
 def as_html(plan: Plan) -> str:
     """The report as a page that needs no other file."""
     style = files(__package__).joinpath("report.css").read_text("utf-8")
-    title = f"{plan.source}: from {plan.engine} to native"
+    title = f"{plan.source}: from {plan.engine} to {plan.target}"
     counts = "".join(
         f'<li class="{verdict}"><b>{plan.counts[verdict]}</b> {verdict}</li>'
         for verdict in VERDICTS
@@ -67,11 +68,7 @@ def as_html(plan: Plan) -> str:
             ("key", "value", "line", "verdict", "becomes", "why", "rule"),
             list(_finding_rows(plan)),
         ),
-        "<h2>Dtypes</h2>",
-        _table(
-            ("what", "before", "after"),
-            [_row((row.what, row.before, row.after)) for row in plan.dtypes],
-        ),
+        _dtypes(plan),
         _memory(plan),
         f"<footer>ToRSh Trainer {escape(__version__)}</footer></body></html>",
     ]
@@ -96,6 +93,13 @@ def _table(head: Sequence[str], rows: Sequence[str]) -> str:
         f'<div class="wide"><table><thead><tr>{names}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _dtypes(plan: Plan) -> str:
+    if not plan.dtypes:
+        return ""
+    rows = [_row((row.what, row.before, row.after)) for row in plan.dtypes]
+    return "<h2>Dtypes</h2>" + _table(("what", "before", "after"), rows)
 
 
 def _memory(plan: Plan) -> str:

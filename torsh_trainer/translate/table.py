@@ -23,7 +23,10 @@ def table_of(plan: Plan, *, width: int) -> str:
 def _lines(plan: Plan, width: int) -> Iterator[str]:
     world = f", {plan.world_size} processes" if plan.world_size else ""
     context = f"context {plan.context}, mode {plan.mode}"
-    yield f"{plan.source}: {plan.engine} {plan.version}, {context}{world}"
+    way = f"{plan.engine} {plan.version}, {context}"
+    if plan.target != "native":
+        way = f"for {plan.target}"
+    yield f"{plan.source}: {way}{world}"
     for warning in plan.warnings:
         yield f"warning: {warning}"
     yield ""
@@ -39,9 +42,10 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         for finding in plan.findings
     ]
     yield from _columns([_HEAD, *rows], width)
-    yield ""
-    heads = ("dtype of", "before", "after")
-    yield from _columns([heads, *((d.what, d.before, d.after) for d in plan.dtypes)], width)
+    if plan.dtypes:
+        yield ""
+        heads = ("dtype of", "before", "after")
+        yield from _columns([heads, *((d.what, d.before, d.after) for d in plan.dtypes)], width)
     if plan.memory is not None:
         yield ""
         yield f"memory: {plan.memory.before:.2f} before, {plan.memory.after:.2f} after"

@@ -18,7 +18,10 @@ def parse(text: str, *, name: str) -> Node:
     Raises:
         ConfigError: it is not YAML, holds several documents, no mapping, or a key twice.
     """
-    loader = yaml.SafeLoader(text)
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError as error:  # a character that YAML does not have
+        raise _wrong(name, Place(1, 1), f"is not YAML: {error}".splitlines()[0]) from error
     try:
         root = loader.get_single_node()
         if root is None:

@@ -179,7 +179,7 @@ class Horovod(Strategy):
         if not world.elastic:
             return super().membership(world, options)
         self._check_elastic(options)
-        _check_installed()
+        check_installed()
         # Imported late, as in ``prepare``.
         from torsh_trainer_horovod.elastic import ElasticMembership
 

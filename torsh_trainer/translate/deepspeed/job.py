@@ -26,6 +26,18 @@ TORCH_OPTIMIZERS = {
 """``optimizer.type`` -> option of the group optimizer: DeepSpeed's names in lower case, torch's
 case-sensitively, as the engine looks them up."""
 
+DEFAULT_LR = {
+    "adadelta": 1.0,
+    "adafactor": 1e-2,
+    "adagrad": 1e-2,
+    "adamax": 2e-3,
+    "asgd": 1e-2,
+    "nadam": 2e-3,
+    "rmsprop": 1e-2,
+    "rprop": 1e-2,
+}
+"""Option -> the rate of an optimizer that is given none; 1e-3 for all others."""
+
 DEEPSPEED_NAMES = {
     "adagrad",
     "adam",
@@ -105,7 +117,7 @@ def phantom_lr(source: Source, *, share: float) -> tuple[float | None, str]:
         return None, "the script builds the optimizer, whose rate this step takes: left out"
     lr = source.get("optimizer.params.lr")
     if lr is None:
-        lr = 1e-3
+        lr = DEFAULT_LR.get(TORCH_OPTIMIZERS.get(name, ""), 1e-3)
     decay = source.get("optimizer.params.weight_decay") or 0.0
     if lr * decay > share:
         return lr, "weights decay so fast that the first forward sees it"
@@ -114,8 +126,9 @@ def phantom_lr(source: Source, *, share: float) -> tuple[float | None, str]:
 
 def holds_low(source: Source) -> bool:
     """Gradients are held in half precision, and the translation is to hold them so."""
+    own = precision(source)
     sums = source.get("data_types.grad_accum_dtype")
-    return source.reproduces and precision(source) in ("bf16", "fp16") and sums != "fp32"
+    return source.reproduces and own in ("bf16", "fp16") and sums in (None, own)
 
 
 def compresses(source: Source) -> bool:

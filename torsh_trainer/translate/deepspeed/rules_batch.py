@@ -66,9 +66,11 @@ def solve(source: Source) -> Batch:
 
 
 def _from_outside(source: Source) -> bool:
-    """Lightning and Accelerate read the micro-batch from the loader."""
-    return source.options.context in ("lightning", "accelerate") or (
-        source.document.dialect in ("accelerate", "gpt-neox")
+    """Lightning, Accelerate and a script of one's own read the micro-batch from the loader."""
+    options = source.options
+    return options.sizes_from_loader or (
+        options.context in ("lightning", "accelerate")
+        or source.document.dialect in ("accelerate", "gpt-neox")
     )
 
 
@@ -108,7 +110,7 @@ def _micro(source: Source, leaf: Leaf) -> Outcome:
 
 @rule("batch.accumulation", "Micro-batches a step: stated where fewer than two sizes are.")
 def _steps(source: Source, leaf: Leaf) -> Outcome:
-    if source.options.context == "lightning" and leaf.place.line:
+    if source.options.context == "lightning" and leaf.path in source.found:
         raise ConfigError(
             f"{source.document.name}:{leaf.place}: Lightning refuses {STEPS} in DeepSpeed's file",
             fix="set Trainer(accumulate_grad_batches=...) there, and take the key out here",

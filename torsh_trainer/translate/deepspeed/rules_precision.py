@@ -93,7 +93,7 @@ def _autocast_modules(source: Source, leaf: Leaf) -> Outcome:
 
 @rule("precision.bf16-overflow", "Skipping a step whose gradients are not finite.")
 def _overflow(source: Source, leaf: Leaf) -> Outcome:
-    if source.options.version < (0, 19, 6) and not leaf.place.line:
+    if source.options.version < (0, 19, 6) and leaf.path not in source.found:
         return approximate(
             "the default of versions before 0.19.6 is not known for certain: taken as true",
             trainer__on_nonfinite="skip",

@@ -34,6 +34,8 @@ def _stage(source: Source, leaf: Leaf) -> Outcome:
         values = {"strategy.zero1": stage == 1}
         if source.reproduces and source.get("zero_optimization.ignore_unused_parameters"):
             values["strategy.find_unused_parameters"] = True
+        if job.compresses(source):
+            values["strategy.overlap"] = False  # what is owed to an unused parameter would be lost
         return Outcome("exact", why, choices={"strategy": "ddp"}, values=values)
     values = {"strategy.reshard_after_forward": stage == 3}
     why = {
@@ -86,6 +88,8 @@ def _reduce_scatter(source: Source, leaf: Leaf) -> Outcome:
 
 @rule("zero.overlap", "Communication during backward.")
 def _overlap(source: Source, leaf: Leaf) -> Outcome:
+    if job.compresses(source):
+        return faster("compressed gradients travel after backward")
     if job.strategy(source) == "ddp" and leaf.value is not None:
         return faster("ddp communicates during backward, or after it", strategy__overlap=leaf.value)
     return faster("fsdp always communicates during backward")

@@ -36,7 +36,10 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Options:
-    """How a source is to be read."""
+    """How a source is to be read.
+
+    ``sizes_from_loader``: the file may leave the batch sizes to the loader of a script.
+    """
 
     world_size: int | None = None
     version: versions.Version = versions.NEWEST
@@ -44,6 +47,7 @@ class Options:
     mode: str = "exact"
     lenient: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
+    sizes_from_loader: bool = False
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torsh_trainer.translate.deepspeed.source import ELSEWHERE, Leaf, Options, S
 from torsh_trainer.translate.deepspeed.tables import dtypes_of, memory_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Finding, Ledger, Plan
-from torsh_trainer.translate.reading import read
+from torsh_trainer.translate.reading import Document, read
 
 RULE_MODULES = (
     rules_batch,
@@ -70,7 +70,15 @@ def translate(source: str | Path | Mapping[str, Any], options: Options = AS_IT_S
         ConfigError: the configuration is invalid; the message has the place and the next move.
         ResourceError: the file cannot be read.
     """
-    document = read(source)
+    return translated(read(source), options)
+
+
+def translated(document: Document, options: Options = AS_IT_STANDS) -> Plan:
+    """The same for a configuration that has been read.
+
+    Raises:
+        ConfigError: as ``translate``.
+    """
     if document.dialect == "accelerate" and options.context == "raw":
         options = replace(options, context="accelerate")
     found = source_of(document, options)

@@ -1,0 +1,349 @@
+"""Native to torchtitan: the TOML of `--job.config_file`.
+
+Read from torchtitan 0.2.2 (``config/job_config.py``, ``components``), the last release that takes
+a file; 0.3 has Python functions in its place, whose fields bear the same names on the command line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.translate.outward.native import (
+    Native,
+    Outcome,
+    Table,
+    approximate,
+    dead,
+    enter_scripts,
+    exact,
+    faster,
+    nested,
+    off,
+    refused,
+)
+from torsh_trainer.translate.plan import Plan
+
+VERSION = "0.2.2"
+"""The release of torchtitan that was read."""
+
+TABLE = Table("torchtitan")
+REPLICATED = ("DDP", "Gloo", "NCCL", "MPI")
+
+enter_scripts(TABLE)
+for _name in ("trainer.max_steps", "trainer.seed", "trainer.deterministic"):
+    del TABLE.rules[_name]  # torchtitan's file says these
+
+
+def to_torchtitan(native: Native) -> Plan:
+    """The translation of ``native``; its ``values`` are the content of the file.
+
+    Raises:
+        ConfigError: the strategy is none of ddp and fsdp, or ddp of an unknown number of processes.
+    """
+    kind = native.kind("strategy")
+    if kind != "FSDP" and kind not in REPLICATED:
+        raise ConfigError(
+            f"{native.name}: torchtitan has no strategy {kind}",
+            fix="add strategy=fsdp, or strategy=ddp",
+        )
+    if kind in REPLICATED and native.processes is None:
+        raise ConfigError(
+            f"{native.name}: torchtitan wants the number of replicas",
+            fix="add launcher.num_processes=8, say",
+        )
+    return TABLE.plan(native, target_version=VERSION)
+
+
+def text_of(plan: Plan) -> str:
+    """The file."""
+    parts = []
+    for section, content in nested(plan.values).items():
+        lines = [f"{name} = {_toml(value)}" for name, value in content.items()]
+        parts.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)
+
+
+# -- how the model is cut ------------------------------------------------------------------------
+
+
+@TABLE.rule("strategy")
+def _strategy(native: Native, key: str, value: Any) -> Outcome:
+    prefix = "parallelism.data_parallel"
+    if value != "FSDP":
+        written = {f"{prefix}_replicate_degree": native.processes, f"{prefix}_shard_degree": 1}
+        return Outcome("exact", "whole in every process", written)
+    size = native.get("strategy.shard_size")
+    written = {f"{prefix}_shard_degree": size or -1}
+    if size and native.processes:
+        written[f"{prefix}_replicate_degree"] = native.processes // size
+    return Outcome("exact", "FSDP2, as here", written)
+
+
+@TABLE.rule("strategy.shard_size")
+def _groups(native: Native, key: str, value: Any) -> Outcome:
+    if value is not None and native.processes is None:
+        return refused("how many replicas there are depends on launcher.num_processes: state it")
+    return exact("says the degrees")
+
+
+@TABLE.rule("strategy.reshard_after_forward")
+def _reshard(native: Native, key: str, value: Any) -> Outcome:
+    return exact("the same", parallelism__fsdp_reshard_after_forward="always" if value else "never")
+
+
+@TABLE.rule("strategy.cpu_offload")
+def _offload(native: Native, key: str, value: Any) -> Outcome:
+    return exact("the same policy", training__enable_cpu_offload=bool(value))
+
+
+@TABLE.rule("strategy.zero1")
+def _zero1(native: Native, key: str, value: Any) -> Outcome:
+    return faster("torchtitan's ddp keeps the optimizer state whole") if value else dead("off")
+
+
+@TABLE.rule("strategy.backward_passes_per_step")
+def _passes(native: Native, key: str, value: Any) -> Outcome:
+    return exact("off") if value == 1 else refused("a sum of backward passes has no key")
+
+
+TABLE.rule("strategy.op")(off("torchtitan averages gradients", "average"))
+TABLE.rule("strategy.zero_unused")(off("torchtitan leaves unused parameters alone", False))
+TABLE.fixed(
+    "performance-only",
+    "torchtitan wraps block by block, and chooses when to gather and to reduce",
+    "strategy.wrap_modules",
+    "strategy.wrap_min_parameters",
+    "strategy.prefetch_depth",
+    "strategy.reduce_every_micro_batch",
+    "strategy.bucket_cap_mb",
+    "strategy.overlap",
+    "strategy.static_graph",
+    "strategy.broadcast_buffers",
+    "strategy.find_unused_parameters",
+    "strategy.gradient_as_bucket_view",
+    "trainer.checkpoint_modules",
+    "trainer.compile_options",
+)
+
+
+@TABLE.rule("trainer.activation_checkpointing")
+def _recompute(native: Native, key: str, value: Any) -> Outcome:
+    return faster("of every block", activation_checkpoint__mode="full" if value else "none")
+
+
+@TABLE.rule("trainer.compile")
+def _compile(native: Native, key: str, value: Any) -> Outcome:
+    return faster("torch.compile", compile__enable=bool(value))
+
+
+# -- the run -------------------------------------------------------------------------------------
+
+
+@TABLE.rule("trainer.max_steps")
+def _steps(native: Native, key: str, value: Any) -> Outcome:
+    if value is None:
+        return approximate("torchtitan counts steps: state trainer.max_steps, or take its 10000")
+    return exact("steps", training__steps=value)
+
+
+@TABLE.rule("trainer.seed")
+def _seed(native: Native, key: str, value: Any) -> Outcome:
+    return approximate("other generators draw from the same seed", debug__seed=value)
+
+
+@TABLE.rule("trainer.deterministic")
+def _deterministic(native: Native, key: str, value: Any) -> Outcome:
+    return faster("deterministic kernels", debug__deterministic=bool(value))
+
+
+@TABLE.rule("trainer.log_every")
+def _log_every(native: Native, key: str, value: Any) -> Outcome:
+    return faster("steps between reports", metrics__log_freq=value)
+
+
+@TABLE.rule("data.batch_size")
+def _total(native: Native, key: str, value: Any) -> Outcome:
+    if value is None:
+        return dead("follows from the other sizes")
+    return exact("samples of one step", training__global_batch_size=value)
+
+
+@TABLE.rule("data.micro_batch_size")
+def _micro(native: Native, key: str, value: Any) -> Outcome:
+    if value is None:
+        return dead("follows from the other sizes")
+    return exact("samples of one forward of one process", training__local_batch_size=value)
+
+
+@TABLE.rule("trainer.accumulate")
+def _accumulate(native: Native, key: str, value: Any) -> Outcome:
+    micro, processes = native.get("data.micro_batch_size"), native.processes
+    if value in (None, 1):
+        return exact("follows from the sizes")
+    if native.get("data.batch_size"):
+        return exact("follows from the two sizes")
+    if micro is None or processes is None:
+        return refused("torchtitan wants the batch of all processes: state data.batch_size")
+    return exact("as the batch of a step", training__global_batch_size=micro * value * processes)
+
+
+# -- gradients and precision ---------------------------------------------------------------------
+
+
+@TABLE.rule("trainer.max_grad_norm")
+def _clipping(native: Native, key: str, value: Any) -> Outcome:
+    if value is None:
+        return exact("said, since a missing key clips at 1.0", training__max_norm=math.inf)
+    return exact("the same formula", training__max_norm=float(value))
+
+
+TABLE.rule("trainer.max_grad_value")(off("torchtitan clips by the norm alone"))
+TABLE.rule("trainer.ema_decay")(off("torchtitan keeps no moving average of the weights"))
+TABLE.rule("trainer.sync_batchnorm")(off("torchtitan's models have no batch normalisation", False))
+TABLE.rule("trainer.phantom_lr")(off("a way of DeepSpeed's, which torchtitan has not"))
+TABLE.fixed("dead", "there is no such step", "trainer.phantom_state")
+
+
+@TABLE.rule("trainer.on_nonfinite")
+def _nonfinite(native: Native, key: str, value: Any) -> Outcome:
+    if value == "skip":
+        return refused("torchtitan does not look at gradients that are not finite")
+    return dead("torchtitan does not look at gradients that are not finite")
+
+
+@TABLE.rule("precision")
+def _precision(native: Native, key: str, value: Any) -> Outcome:
+    low = native.get("precision.compute", "fp32")
+    if low == "fp16":
+        return refused("torchtitan has no fp16")
+    name = {"fp32": "float32", "bf16": "bfloat16"}[low]
+    written = {"training.dtype": "float32", "training.mixed_precision_param": name}
+    sharded = native.kind("strategy") == "FSDP"
+    held = native.get("precision.params", "fp32") != "fp32"
+    if low == "fp32" or sharded == held:
+        return Outcome("exact", "over fp32 masters", written)
+    how = "casts the parameters" if sharded else "is autocast"
+    return Outcome("approximate", f"bf16 {how} there, and not here", written)
+
+
+@TABLE.rule("precision.params", "precision.compute")
+def _dtypes(native: Native, key: str, value: Any) -> Outcome:
+    return exact("says the mode")
+
+
+@TABLE.rule("precision.reduce")
+def _reduce(native: Native, key: str, value: Any) -> Outcome:
+    if value == "fp32":
+        return exact("the only one", training__mixed_precision_reduce="float32")
+    return approximate("torchtitan reduces in fp32", training__mixed_precision_reduce="float32")
+
+
+TABLE.rule("precision.gradients")(off("gradients are held in fp32", "fp32"))
+TABLE.rule("precision.rounded_start", "precision.rounded_products")(
+    off("a way of DeepSpeed's, which torchtitan has not", False)
+)
+TABLE.fixed("dead", "no loss is scaled", "precision.loss_scaling.*")
+
+
+@TABLE.rule("compression", "compression.*")
+def _compression(native: Native, key: str, value: Any) -> Outcome:
+    if native.kind("compression") in ("NoCompression", "None"):
+        return exact("gradients travel as they are")
+    return refused("torchtitan compresses nothing")
+
+
+# -- optimizer and schedule ----------------------------------------------------------------------
+
+_OPTIMIZERS = ("Adam", "AdamW")
+
+
+@TABLE.rule("optimizer")
+def _optimizer(native: Native, key: str, value: Any) -> Outcome:
+    if value not in _OPTIMIZERS:
+        return refused(f"torchtitan has {' and '.join(_OPTIMIZERS)}, and no {value}")
+    return exact("torch's own", optimizer__name=value)
+
+
+@TABLE.rule("optimizer.lr", "optimizer.eps", "optimizer.weight_decay")
+def _number(native: Native, key: str, value: Any) -> Outcome:
+    if native.kind("optimizer") not in _OPTIMIZERS:
+        return refused("an option of an optimizer that torchtitan has not")
+    return Outcome("exact", "the same", {key: value})
+
+
+@TABLE.rule("optimizer.betas")
+def _betas(native: Native, key: str, value: Any) -> Outcome:
+    if native.kind("optimizer") not in _OPTIMIZERS:
+        return refused("an option of an optimizer that torchtitan has not")
+    return exact("the same", optimizer__beta1=value[0], optimizer__beta2=value[1])
+
+
+@TABLE.rule("optimizer.fused", "optimizer.foreach")
+def _kernel(native: Native, key: str, value: Any) -> Outcome:
+    fused, foreach = native.get("optimizer.fused"), native.get("optimizer.foreach")
+    kernel = "fused" if fused else "for-loop" if foreach is False else "foreach"
+    return faster("kernels differ by a rounding", optimizer__implementation=kernel)
+
+
+@TABLE.rule("optimizer.no_decay")
+def _no_decay(native: Native, key: str, value: Any) -> Outcome:
+    if not value or not native.get("optimizer.weight_decay"):
+        return exact("all parameters decay alike")
+    return approximate("norms and biases decay too")
+
+
+TABLE.rule("optimizer.groups", "optimizer.others", "optimizer.others_match")(
+    off("the file has no groups of parameters", [])
+)
+TABLE.rule("optimizer.lr_scaling")(off("state the scaled rate in optimizer.lr", "none"))
+TABLE.rule("optimizer.*")(off("torchtitan's file has no such option", False))
+
+_DECAYS = {"Linear": "linear", "Cosine": "cosine", "WarmupStableDecay": ""}
+
+
+@TABLE.rule("schedule")
+def _schedule(native: Native, key: str, value: Any) -> Outcome:
+    steps = native.get("schedule.warmup_steps", 0)
+    if value in ("None", "Constant"):
+        if steps or native.get("schedule.warmup_ratio"):
+            return refused("torchtitan's rate falls after a warm-up, and never stays")
+        written: dict[str, Any] = {"warmup_steps": 0, "decay_ratio": 0.0}
+        return Outcome("exact", "the rate stays", _lr(written))
+    if value not in _DECAYS:
+        return refused(f"torchtitan's file has no {value}")
+    if native.get("schedule.warmup_ratio"):
+        return refused("state schedule.warmup_steps instead of a share")
+    written = {"warmup_steps": steps, "decay_type": _DECAYS[value] or native.get("schedule.decay")}
+    written["min_lr_factor"] = native.get("schedule.final", 0.0)
+    if native.get("schedule.total_steps"):
+        written["total_steps"] = native.get("schedule.total_steps")
+    if value == "WarmupStableDecay":
+        if native.get("schedule.decay_steps"):
+            return refused("state schedule.decay_ratio instead of decay_steps")
+        written["decay_ratio"] = native.get("schedule.decay_ratio")
+    why = "torchtitan's first update has a share of the rate already, and its last is a step off"
+    return Outcome("approximate", why, _lr(written))
+
+
+def _lr(written: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"lr_scheduler.{name}": value for name, value in written.items()}
+
+
+@TABLE.rule("schedule.*")
+def _schedule_knob(native: Native, key: str, value: Any) -> Outcome:
+    found = _schedule(native, "schedule", native.kind("schedule"))
+    if found.verdict != "refused" or key not in native.given:
+        return exact("says the schedule")
+    return refused(found.why)
