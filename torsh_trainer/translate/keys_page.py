@@ -18,6 +18,9 @@ from torsh_trainer.translate.deepspeed.rules import RULES, Rule
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import RULE_MODULES, translated
 from torsh_trainer.translate.deepspeed.versions import NEWEST
+from torsh_trainer.translate.horovod.rules import RULES as HOROVOD_RULES
+from torsh_trainer.translate.horovod.translator import RULE_MODULES as HOROVOD_RULE_MODULES
+from torsh_trainer.translate.horovod.versions import NEWEST as HOROVOD_NEWEST
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.reading import Document
 from torsh_trainer.translate.report import shown
@@ -47,21 +50,29 @@ happens without the key. *removed*: DeepSpeed {newest} refuses the key by its me
 translation goes on from older versions.
 """
 RULES_HEAD = """\
-## Rules
+### Rules for DeepSpeed
 
 The id of a rule stands in every finding. *versions* are those of DeepSpeed that it speaks of, where
 not all.
+"""
+HOROVOD = """\
+## Horovod
+
+What a launch line, a file of settings, the environment and a script may say is Horovod {newest}'s
+own; `horovodrun --help` lists it. Every one of them is taken by one of these rules.
 """
 
 
 def page() -> str:
     """The whole page."""
     assert RULE_MODULES  # importing them has entered their rules
+    assert HOROVOD_RULE_MODULES
     newest = versions.shown(NEWEST)
     parts = [HEAD, DEEPSPEED.format(newest=newest)]
     for title, blocks in _titled(keys.BLOCKS).items():
         parts += [f"### {title}\n", _table(_key_rows(blocks))]
     parts += [RULES_HEAD, _table(_rule_rows(RULES.values()))]
+    parts += [HOROVOD.format(newest=HOROVOD_NEWEST), _table(_horovod_rows())]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
 
@@ -114,6 +125,12 @@ def _rule_rows(rules: Iterable[Rule]) -> Iterator[list[str]]:
         since = f"since {versions.shown(rule.since)}" if rule.since != (0,) else ""
         until = f"until {versions.shown(rule.until)}" if rule.until != NEWEST else ""
         yield [f"`{rule.id}`", rule.doc, " ".join(filter(None, [since, until]))]
+
+
+def _horovod_rows() -> Iterator[list[str]]:
+    yield ["rule", "what it says"]
+    for name in sorted(HOROVOD_RULES):
+        yield [f"`{name}`", HOROVOD_RULES[name].doc]
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
