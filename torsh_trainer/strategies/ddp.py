@@ -29,7 +29,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
-from torsh_trainer.strategies.native import DTYPES, NativeEngine
+from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.strategies.zero1 import sharded
@@ -49,7 +49,9 @@ class DDP(Strategy):
     the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets: one copy less.
     ``broadcast_buffers`` takes rank 0's buffers before every forward. ``backward_passes_per_step``
     sums that many backward passes instead of averaging them (it multiplies the gradient, as
-    Horovod's option of that name does). ``zero1`` shards the optimizer state over processes
+    Horovod's option of that name does). ``zero_unused`` gives parameters that a step does not reach
+    gradients of zero, so that they decay and their momentum goes on, as under Horovod and
+    DeepSpeed. ``zero1`` shards the optimizer state over processes
     (ZeroRedundancyOptimizer).
     """
 
@@ -61,6 +63,7 @@ class DDP(Strategy):
     gradient_as_bucket_view: bool = True
     broadcast_buffers: bool = True
     backward_passes_per_step: int = 1
+    zero_unused: bool = False
     zero1: bool = False
 
     def __post_init__(self) -> None:
@@ -78,6 +81,11 @@ class DDP(Strategy):
             raise ConfigError(
                 "strategy.static_graph and strategy.find_unused_parameters exclude each other",
                 fix="a static graph finds its unused parameters by itself: drop the second",
+            )
+        if self.zero_unused and not (self.find_unused_parameters or self.static_graph):
+            raise ConfigError(
+                "strategy.zero_unused does nothing where every parameter needs a gradient",
+                fix="set strategy.find_unused_parameters=true as well",
             )
 
     @property
@@ -156,9 +164,13 @@ class DDPEngine(NativeEngine):
             self._check_unused()
         if self._ddp is None:
             self._reduce_now()
+        if self._knobs.zero_unused:
+            self._zero_unused()
         return report
 
     def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if self._knobs.zero_unused:
+            raise no_zero_unused(self._knobs)
         super().backward(loss, sync=sync)
         if self._ddp is None and sync:
             self._reduce_now()

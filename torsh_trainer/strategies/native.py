@@ -24,6 +24,7 @@ from torsh_trainer.strategies.base import (
     LossReport,
     MicroBatch,
     StepOutcome,
+    Strategy,
 )
 from torsh_trainer.strategies.compressing import Compressed
 from torsh_trainer.strategies.state import (
@@ -351,6 +352,12 @@ class NativeEngine(Engine):
                 group["lr"] = own
         self.zero_grad()
 
+    def _zero_unused(self) -> None:
+        """Gradients of zero for parameters that no loss of this step has reached."""
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
     # -- what a subclass says otherwise ---------------------------------------------------------
 
     def _backpropagate(self, loss: Tensor, factor: float) -> None:
@@ -372,6 +379,14 @@ class NativeEngine(Engine):
 
     def _share_buffers(self) -> None:
         """Rank 0's buffers on every rank."""
+
+
+def no_zero_unused(knobs: Strategy) -> Unsupported:
+    """The error for ``strategy.zero_unused`` where the task itself steps."""
+    return knobs.refuse(
+        "strategy.zero_unused=true under manual optimization",
+        use="leave it out: the task itself has the gradients",
+    )
 
 
 def local_norm(gradients: list[Tensor], device: torch.device) -> Tensor:

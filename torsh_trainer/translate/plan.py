@@ -25,6 +25,7 @@ class Finding:
     ``line`` and ``column`` count from 1 and are 0 where the key does not stand in the file: then
     ``value`` is the source's default (``given`` false). ``becomes`` is the native setting, empty
     where there is none. ``engine_takes``: whether the newest known engine itself accepts the key.
+    ``proved_by`` are the tests that hold the rule, with such a verdict, against the engine.
     """
 
     key: str
@@ -37,6 +38,7 @@ class Finding:
     rule: str
     engine_takes: bool = True
     given: bool = True
+    proved_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
