@@ -21,7 +21,7 @@ from torsh_trainer.testing.compare import FP32, same_tensors
 from torsh_trainer.testing.ranks import shared
 from torsh_trainer.testing.reference import Outcome, Scenario
 from torsh_trainer.testing.state import whole_state
-from torsh_trainer.testing.tiny import TinyData, TinyTask
+from torsh_trainer.testing.tiny import TinyData, TinyModelOptions, TinyTask
 
 BF16 = Precision(params="bf16", compute="bf16", reduce="bf16")
 HELD = replace(BF16, gradients="bf16")
@@ -151,6 +151,35 @@ def test_gradients_are_added_up_over_processes_where_asked_to():
         same_tensors(last, expected, FP32.parameters, "parameters")
     with pytest.raises(ConfigError, match="op=max is unknown"):
         DDP(op="max")
+
+
+def test_unused_parameters_decay_where_they_get_gradients_of_zero():
+    scenario = Scenario(optimizer="adamw", model=TinyModelOptions(unused=True))
+    task = scenario.task
+    model = task.build_model()
+    (optimizer,) = task.build_optimizers(model.named_parameters()).values()
+    for _ in range(scenario.data.steps):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    expected = {name: p for name, p in model.named_parameters() if name.startswith("unused")}
+    assert expected
+    for zeroed in (True, False):
+        knobs = {"zero_unused": zeroed}
+        for strategy in (DDP(find_unused_parameters=True, **knobs), FSDP(**knobs)):
+            first, last = shared(2).run(trained, strategy, scenario)[0]
+            for name, value in expected.items():
+                if zeroed:
+                    assert torch.allclose(last[name], value)
+                else:
+                    assert torch.equal(last[name], first[name])
+            moved = [not torch.equal(first[name], value) for name, value in expected.items()]
+            assert any(moved)
+
+
+def test_gradients_of_zero_want_to_know_which_parameters_are_unused():
+    with pytest.raises(ConfigError, match="zero_unused does nothing where"):
+        DDP(zero_unused=True)
 
 
 def refused(comm, strategy, scenario):

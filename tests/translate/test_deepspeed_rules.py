@@ -40,6 +40,7 @@ class TestTable:
 
 
 class TestBatch:
+    @pytest.mark.proves("batch.global", "batch.micro", "batch.accumulation")
     @pytest.mark.parametrize(
         ("given", "values"),
         [
@@ -103,6 +104,7 @@ class TestClipping:
 
 
 class TestStages:
+    @pytest.mark.proves("zero.short-form")
     @pytest.mark.parametrize(
         ("zero", "strategy", "values"),
         [
@@ -286,12 +288,72 @@ class TestSchedule:
         assert plan.values["schedule.scheduler"] == "StepLR"
         assert plan.values["schedule.options.step_size"] == 3
 
-    @pytest.mark.parametrize("kind", ["OneCycle", "LRRangeTest", "Unheard"])
-    def test_others_are_refused(self, plan_of, kind):
-        assert plan_of({**adam(), "scheduler": {"type": kind}}).exit_code == 11
+    def test_one_cycle_sets_rates_and_betas(self, plan_of, finding_of):
+        params = {
+            "cycle_min_lr": 0.002,
+            "cycle_max_lr": 0.02,
+            "cycle_second_step_size": None,
+            "cycle_first_stair_count": 3,
+            "decay_lr_rate": 0.5,
+        }
+        config = {**adam(betas=[0.5, 0.6]), "scheduler": {"type": "OneCycle", "params": params}}
+        plan = plan_of(config)
+        assert plan.choices["schedule"] == "deepspeed_one_cycle"
+        assert plan.values["optimizer.lr"] == 0.02
+        assert plan.values["schedule.low"] == pytest.approx(0.1)
+        assert plan.values["schedule.first_stairs"] == 3
+        assert finding_of(plan, "optimizer.params.lr").verdict == "dead"
+        assert finding_of(plan, "optimizer.params.betas").verdict == "dead"
+        params["cycle_momentum"] = False
+        assert plan_of(config).values["optimizer.betas"] == [0.5, 0.6]
+
+    def test_a_range_test_begins_at_its_least_rate(self, plan_of):
+        params = {"lr_range_test_staircase": True}
+        plan = plan_of({**adam(), "scheduler": {"type": "LRRangeTest", "params": params}})
+        assert plan.choices["schedule"] == "deepspeed_range_test"
+        assert plan.values["optimizer.lr"] == 0.001
+        assert plan.values["schedule.staircase"] is True
+
+    @pytest.mark.parametrize(
+        ("kind", "params"),
+        [
+            ("Unheard", {}),
+            ("OneCycle", {}),
+            ("OneCycle", {"cycle_min_lr": 0.1}),
+            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.0}),
+            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": [0.2, 0.3]}),
+            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 0}),
+            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "pct_start": 0.3}),
+            ("LRRangeTest", {"lr_range_test_step_size": 0}),
+            ("LRRangeTest", {"lr_range_test_min_lr": "small"}),
+            ("LRRangeTest", {"cycle_min_lr": 0.1}),
+        ],
+    )
+    def test_others_are_refused(self, plan_of, kind, params):
+        scheduler = {"type": kind, "params": params}
+        assert plan_of({**adam(), "scheduler": scheduler}).exit_code == 11
 
 
 class TestOthers:
+    @pytest.mark.proves("block.empty", "monitor.wandb-name")
+    def test_what_moves_no_number_is_called_so_by_definition(self, plan_of, finding_of):
+        plan = plan_of({"wandb": {"enabled": True, "project": "mine", "team": "ours"}, "aio": {}})
+        assert plan.values["logger.wandb.project"] == "mine"
+        assert plan.values["logger.wandb.entity"] == "ours"
+        assert finding_of(plan, "aio").rule == "block.empty"
+
+    def test_whatever_says_that_numbers_are_the_same_names_what_proves_it(self, plan_of):
+        config = {
+            **adam(torch_adam=True, weight_decay=0.1),
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 2, "ignore_unused_parameters": True},
+        }
+        said = [f for f in plan_of(config).findings if f.verdict in ("exact", "emulated")]
+        assert said
+        assert all(f.proved_by for f in said)
+        differs = plan_of({"optimizer": {"type": "Lion"}})
+        assert not any(f.proved_by for f in differs.findings if f.verdict == "refused")
+
     def test_a_removed_key_is_translated_and_marked(self, plan_of, finding_of):
         plan = plan_of({"curriculum_learning": {"enabled": False, "max_difficulty": 8}})
         found = finding_of(plan, "curriculum_learning.max_difficulty")

@@ -120,6 +120,7 @@ def test_the_recipe_trains(write, capsys, tmp_path, monkeypatch):
         "strategy=single",
         "~strategy.zero1",
         "~strategy.find_unused_parameters",
+        "~strategy.zero_unused",
     ]
     code = main(["+recipe=recipe.yaml", *parts, *quiet, *here, "hydra.run.dir=run"])
     assert code == 0, capsys.readouterr().err

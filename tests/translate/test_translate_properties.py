@@ -20,6 +20,7 @@ from torsh_trainer.translate.nodes import leaves, node_of
 from torsh_trainer.translate.recipe import recipe_of
 from torsh_trainer.translate.table import table_of
 
+SAME = ("exact", "emulated")
 PATHS = sorted(path for path in keys.schema() if path[-1] != "*")
 ODD_NUMBERS = (0, 1, 2, 8, -1, 0.5, 1e-5, 5e8, 1e300, 2**70, float("nan"))
 ODD_TEXTS = ("", "auto", "cpu", "3", "bf16", "Adam", "WarmupLR", "x,", "log", "linear")
@@ -83,6 +84,8 @@ def outputs(config: dict[str, Any], options: Options) -> tuple[str, ...]:
     assert {f.key for f in plan.findings if f.given} == keys_in(config)
     assert not [f for f in plan.findings if f.rule == "ledger"]
     assert plan.exit_code in (0, 10, 11)
+    unproved = {f.rule for f in plan.findings if f.verdict in SAME and not f.proved_by}
+    assert not unproved
     text = report.as_json(plan)
     json.loads(text)
     return text, report.as_html(plan), table_of(plan, width=120), recipe_of(plan)

@@ -1,7 +1,11 @@
 """Learning-rate schedules: factors on every group's base learning rate."""
 
 from torsh_trainer.schedule.base import RunningSchedule, Schedule, StatefulSchedule
-from torsh_trainer.schedule.deepspeed import DeepSpeedWarmup
+from torsh_trainer.schedule.deepspeed import (
+    DeepSpeedOneCycle,
+    DeepSpeedRangeTest,
+    DeepSpeedWarmup,
+)
 from torsh_trainer.schedule.plateau import ReduceOnPlateau
 from torsh_trainer.schedule.shapes import (
     Constant,
@@ -18,6 +22,8 @@ from torsh_trainer.schedule.torch_scheduler import TorchSchedule
 __all__ = [
     "Constant",
     "Cosine",
+    "DeepSpeedOneCycle",
+    "DeepSpeedRangeTest",
     "DeepSpeedWarmup",
     "InverseSqrt",
     "Linear",

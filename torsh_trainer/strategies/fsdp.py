@@ -15,9 +15,10 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.scatter import CompressedScatter
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
-from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
+from torsh_trainer.strategies.base import Engine, Job, LossReport, Mesh, MicroBatch, Strategy
 from torsh_trainer.strategies.compressing import compressing
-from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm
+from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
+from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
 
@@ -32,7 +33,9 @@ class FSDP(Strategy):
     that many consecutive ranks and replicates over them (hybrid); null is all ranks.
     ``reduce_every_micro_batch`` keeps gradients sharded while accumulating: less memory, more
     communication. ``cpu_offload`` keeps parameters, gradients and optimizer state in host memory.
-    ``prefetch_depth`` gathers that many units ahead, explicitly; null leaves it to FSDP2.
+    ``zero_unused`` gives parameters that a step does not reach gradients of zero, so that they
+    decay and their momentum goes on, as under DeepSpeed. ``prefetch_depth`` gathers that many units
+    ahead, explicitly; null leaves it to FSDP2.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -42,6 +45,7 @@ class FSDP(Strategy):
     shard_size: int | None = None
     reduce_every_micro_batch: bool = False
     cpu_offload: bool = False
+    zero_unused: bool = False
     prefetch_depth: int | None = None
 
     def __post_init__(self) -> None:
@@ -161,6 +165,19 @@ class FSDPEngine(NativeEngine):
         for module in model.modules() if scatter is not None else ():
             if hasattr(module, "set_custom_reduce_scatter"):
                 cast(Any, module).set_custom_reduce_scatter(scatter)
+
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> LossReport:
+        report = super().forward_backward(micro_batches, total_weight, task)
+        if self._knobs.zero_unused:
+            self._zero_unused()
+        return report
+
+    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+        if self._knobs.zero_unused:
+            raise no_zero_unused(self._knobs)
+        super().backward(loss, sync=sync)
 
     @contextlib.contextmanager
     def _without_sync(self) -> Iterator[None]:

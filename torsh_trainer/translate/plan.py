@@ -26,6 +26,7 @@ class Finding:
     ``value`` is the source's default (``given`` false). ``becomes`` is the native setting, empty
     where there is none. ``engine_takes``: whether the newest known engine itself accepts the key.
     ``file`` is where it stands, where a job is read from several; empty for the source itself.
+    ``proved_by`` are the tests that hold the rule, with such a verdict, against the engine.
     """
 
     key: str
@@ -39,6 +40,7 @@ class Finding:
     engine_takes: bool = True
     given: bool = True
     file: str = ""
+    proved_by: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:

@@ -27,7 +27,7 @@ from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
 from torsh_trainer.precision import LossScaling, Precision
 from torsh_trainer.rank import completed
-from torsh_trainer.schedule import Cosine
+from torsh_trainer.schedule import Cosine, TorchSchedule
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing.resuming import SentenceTask
@@ -263,14 +263,38 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr":
     [
         ({"type": "WarmUpLR"}, r"is WarmUpLR, which is no scheduler; did you mean 'WarmupLR'"),
         (
-            {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
-            r'params.total_num_steps is "auto"',
+            {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto"}},
+            r'params.warmup_num_steps is "auto"',
         ),
+        ({"type": "OneCycle", "params": {"cycle_max_lr": "auto"}}, r'cycle_max_lr is "auto"'),
     ],
 )
 def test_a_scheduler_that_cannot_be_made_is_an_error(block, words, write):
     with pytest.raises(ConfigError, match=words):
         DeepSpeed(config=write({"scheduler": block})).brings(schedule=None)
+
+
+def test_auto_in_a_scheduler_is_the_optimizers_rate_and_the_updates_of_the_run(write):
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}
+    block = {"type": "WarmupDecayLR", "params": {**params, "warmup_num_steps": 2}}
+    schedule = DeepSpeed(config=write({"scheduler": block})).brings(schedule=None)["schedule"]
+    written = {"warmup_max_lr": 0.25, "total_num_steps": 9, "warmup_num_steps": 2}
+    plain = TorchSchedule(scheduler=schedule.scheduler, options=written)
+    optimizers = [AdamW([torch.nn.Parameter(torch.zeros(2))], lr=0.25) for _ in "ab"]
+    running = [
+        made.start({"main": optimizer}, total=9)
+        for made, optimizer in zip((schedule, plain), optimizers, strict=True)
+    ]
+    rates = set()
+    for _ in range(9):
+        first, second = (optimizer.param_groups[0]["lr"] for optimizer in optimizers)
+        assert first == second
+        rates.add(first)
+        for one in running:
+            one.on_update()
+    assert max(rates) == 0.25
+    with pytest.raises(ConfigError, match=r'total_num_steps .* is "auto", and nobody knows'):
+        schedule.start({"main": optimizers[0]}, total=None)
 
 
 @pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "Muon"])

@@ -60,9 +60,13 @@ class TestStage3(StrategyContract):
     "rule",
     [
         StrategyContract.test_accumulated_micro_batches_equal_one_large_batch,
+        StrategyContract.test_the_tail_of_an_accumulated_step_counts_every_sample_once,
+        StrategyContract.test_weights_count_across_accumulated_micro_batches,
         StrategyContract.test_clipping_by_norm_uses_the_norm_of_the_global_gradient,
         StrategyContract.test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch,
         StrategyContract.test_true_bf16_equals_a_bf16_model_with_an_fp32_master,
+        StrategyContract.test_mixed_fp16_scales_the_loss_and_skips_overflow_as_torch_does,
+        StrategyContract.test_a_step_with_a_non_finite_gradient_changes_nothing_on_any_rank,
         StrategyContract.test_a_state_carries_training_into_a_fresh_engine,
     ],
 )

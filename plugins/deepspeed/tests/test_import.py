@@ -117,6 +117,7 @@ def order_file(tmp_path):
     return path
 
 
+@pytest.mark.proves("checkpoint.masters")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_masters_are_read_bit_for_bit(kind, saved, tmp_path):
     folder, told = saved(kind)

@@ -20,6 +20,7 @@ from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.ranks import shared
 from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.state import whole_state
 from torsh_trainer.testing.tiny import PADDING, TinyData, TinyTask
 
 STEPS = 4
@@ -231,6 +232,75 @@ def functions_around(comm: Communicator) -> dict[str, bool]:
     first.engine.close()  # and the second never is
     own_is["after closing"] = F.linear is own
     return own_is
+
+
+class OwnTask(RoundTask):
+    """Adagrad or AdamW, with settings that are not the defaults."""
+
+    def build_optimizers(self, named_parameters: Any) -> Any:
+        parameters = [p for _, p in named_parameters]
+        if self.optimizer_name == "adagrad":
+            return {"main": torch.optim.Adagrad(parameters, lr=0.05, eps=1e-4, weight_decay=0.1)}
+        return {"main": torch.optim.AdamW(parameters, lr=0.02, eps=1e-4, weight_decay=0.1)}
+
+
+def by_own_kernel(comm: Communicator, strategy: DeepSpeed, kind: str) -> tuple[Any, Any, Any]:
+    """Losses under the engine, those of a script with the optimizer by its own name, and slots."""
+    deepspeed = library.load(comm)
+    # Imported here: they choose an accelerator.
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import FusedAdam
+
+    scenario, outcome = SCENARIO, Outcome()
+    driver = Driver(comm, strategy, scenario, task=OwnTask(scenario.model, kind))
+    for number in range(STEPS):
+        driver.step(number, outcome)
+    state = whole_state(driver.engine.state_dict()["optimizer"]["main"]["state"], comm)
+    driver.engine.close()
+    ours = [[float(x or 0) for x in step[driver.mesh.dp_rank]] for step in outcome.losses]
+
+    task = OwnTask(scenario.model, kind)
+    model = task.build_model()
+    made = DeepSpeedCPUAdagrad if kind == "adagrad" else FusedAdam
+    keys = ("params", "lr", "betas", "eps", "weight_decay")
+    (plain,) = task.build_optimizers(model.named_parameters()).values()
+    optimizer = made([{k: g[k] for k in keys if k in g} for g in plain.param_groups])
+    zero = {"stage": strategy.stage, "reduce_bucket_size": 200, "allgather_bucket_size": 200}
+    if strategy.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config = {**config_of(strategy.stage, "fp32"), "zero_optimization": zero}
+    with library.putting_back():
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        theirs = []
+        for number in range(STEPS):
+            theirs.append([])
+            for micro in scenario.data.step(number, comm.world.size)[comm.world.rank]:
+                loss = task.loss(engine(micro.batch["tokens"]).float(), micro.batch)
+                engine.backward(loss)
+                engine.step()
+                theirs[-1].append(float(loss.detach()))
+        engine.destroy()
+    return ours, theirs, state
+
+
+OWN = {
+    "fused_adam": ("adamw", None, {"step", "exp_avg", "exp_avg_sq"}),
+    "cpu_adagrad": ("adagrad", "cpu", {"step", "sum"}),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("own", OWN)
+def test_an_optimizer_of_deepspeeds_own_steps_as_in_a_script_and_is_saved_in_torchs_words(
+    own, stage
+):
+    kind, offload, slots = OWN[own]
+    sizes = {"reduce_bucket_size": 200, "allgather_bucket_size": 200}
+    strategy = DeepSpeed(stage=stage, optimizer=own, offload_optimizer=offload, **sizes)
+    for ours, theirs, state in shared(2).run(by_own_kernel, strategy, kind):
+        assert ours == theirs
+        assert ours[0] != ours[-1]
+        assert all(set(found) == slots for found in state.values())
 
 
 def test_another_model_in_the_process_computes_with_torchs_own_functions():

@@ -2,8 +2,7 @@
 
 Both start from the same weights and see the same samples. In bf16 and fp16 the losses are the same
 to the last bit, and so are the fp32 masters after plain SGD; after Adam with clipping the masters
-are a rounding of fp32 apart, since the norm is summed up in another order. A
-parameter that no forward reaches stays where it is; DeepSpeed updates it as if its gradient were 0.
+are a rounding of fp32 apart, since the norm is summed up in another order.
 """
 
 from __future__ import annotations
@@ -11,23 +10,34 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import hydra
 import pytest
 import torch
+from omegaconf import OmegaConf
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torsh_trainer_deepspeed.original import Original
 
 from torsh_trainer import registry
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.optimizers import OptimizerSpec
+from torsh_trainer.pace import Pace
 from torsh_trainer.precision import LossScaling, Precision
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, MicroBatch, Strategy
+from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing.ranks import shared
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import filled, translate
+from torsh_trainer.translate.plan import Plan
 from torsh_trainer.verify.subject import LENGTH, VOCABULARY, Subject
 
+CONF = Path(__file__).parents[3] / "conf"
 SAMPLES, STEPS = 3, 5
 START_S = 400.0  # importing DeepSpeed on a busy machine
 
@@ -46,13 +56,26 @@ class Run:
     clip: Clip = Clip()
     phantom_lr: float | None = None
     optimizer: OptimizerSpec = OptimizerSpec()
+    schedule: Any = None
+    skips: bool = False
+    infinite_at: int | None = None  # a step whose loss is
 
 
 class Curve(NamedTuple):
     losses: list[list[float]]  # of this rank, by step and micro-batch
     norms: list[float]
     scales: list[float | None]
+    rates: list[float]
     parameters: list[dict[str, torch.Tensor]]  # whole, before the first step and after each
+
+
+class Infinite(Subject):
+    """Loses ``factor`` times as much."""
+
+    factor = 1.0
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return super().loss(outputs, batch) * self.factor
 
 
 def micro_batches(step: int, comm: Communicator, accumulate: int) -> list[MicroBatch]:
@@ -68,6 +91,8 @@ def micro_batches(step: int, comm: Communicator, accumulate: int) -> list[MicroB
 def trained(comm: Communicator, run: Run) -> Curve:
     """A few steps, driven as the loop does."""
     task = Subject(run.optimizer, batch_norm=run.batch_norm)
+    if run.infinite_at is not None:
+        task = Infinite(run.optimizer, batch_norm=run.batch_norm)
 
     def build_model() -> Any:
         with torch.random.fork_rng(devices=[]):
@@ -82,10 +107,11 @@ def trained(comm: Communicator, run: Run) -> Curve:
         precision=run.precision,
         clip=run.clip,
         phantom_lr=run.phantom_lr,
-        skip_nonfinite=run.precision.scales_loss,
+        skip_nonfinite=run.skips or run.precision.scales_loss,
     )
     engine = run.strategy.prepare(job, comm)
-    curve = Curve([], [], [], [])
+    pace = Pace(run.schedule, engine.optimizers, total=STEPS)
+    curve, updates = Curve([], [], [], [], []), 0
 
     def look() -> None:
         # Buffers are each rank's own until they are shared: not compared.
@@ -97,6 +123,10 @@ def trained(comm: Communicator, run: Run) -> Curve:
     look()
     for step in range(STEPS):
         engine.zero_grad()
+        pace.before_update(updates)
+        if isinstance(task, Infinite):
+            task.factor = float("inf") if step == run.infinite_at else 1.0
+        rate = pace.learning_rate
         report = engine.forward_backward(
             micro_batches(step, comm, run.accumulate), float(size), task
         )
@@ -105,6 +135,10 @@ def trained(comm: Communicator, run: Run) -> Curve:
         curve.losses.append([float(loss) for loss, _ in report.parts])
         curve.norms.append(float(outcome.grad_norm))
         curve.scales.append(engine.last_step().get("loss_scale"))
+        curve.rates.append(engine.last_step().get("lr", rate))
+        if not outcome.skipped:
+            pace.after_update()
+            updates += 1
         look()
     engine.close()
     return curve
@@ -132,29 +166,38 @@ def config_of(stage: int, precision: str, accumulate: int, **more: Any) -> dict[
     return config
 
 
+def plan_of(config: dict[str, Any], ranks: int) -> Plan:
+    return translate(config, Options(world_size=ranks))
+
+
 def native(config: dict[str, Any], ranks: int) -> Run:
-    """What the translation says, as objects."""
-    plan = translate(config, Options(world_size=ranks))
-    values: dict[str, dict[str, Any]] = {}
-    for key, value in plan.values.items():
-        group, _, name = key.partition(".")
-        values.setdefault(group, {})[name] = value
+    """What the translation says, as objects: the options of conf/ with its values in them."""
+    plan = plan_of(config, ranks)
+
+    def node(group: str, default: str) -> dict[str, Any]:
+        chosen = OmegaConf.load(CONF / group / f"{plan.choices.get(group, default)}.yaml")
+        for key, value in plan.values.items():
+            if key.startswith(f"{group}."):
+                name = key.partition(".")[2]
+                OmegaConf.update(chosen, name, value, force_add=name.startswith("options."))
+        made: Any = OmegaConf.to_container(chosen)
+        return {key: value for key, value in made.items() if key != "defaults"}
+
     low: Any = plan.choices.get("precision", "fp32").partition("_")[0]
-    said = values.get("precision", {})
+    said = {k.partition(".")[2]: v for k, v in plan.values.items() if k.startswith("precision.")}
     scaling = {k.partition(".")[2]: v for k, v in said.items() if k.startswith("loss_scaling.")}
     own = {k: v for k, v in said.items() if "." not in k}
-    kind = {"sgd": "SGD", "adamw": "AdamW"}[plan.choices["optimizer"]]
-    trainer = values.get("trainer", {})
+    strategy = {k.partition(".")[2]: v for k, v in plan.values.items() if k[:9] == "strategy."}
     return Run(
-        registry.strategy_class(plan.choices["strategy"])(**values.get("strategy", {})),
+        registry.strategy_class(plan.choices["strategy"])(**strategy),
         config["gradient_accumulation_steps"],
         batch_norm=low == "fp32",
         precision=Precision(params=low, compute=low, loss_scaling=LossScaling(**scaling), **own),
-        clip=Clip(trainer.get("max_grad_norm")),
-        phantom_lr=trainer.get("phantom_lr"),
-        optimizer=OptimizerSpec.from_config(
-            {"_target_": f"torch.optim.{kind}", **values.get("optimizer", {})}
-        ),
+        clip=Clip(plan.values.get("trainer.max_grad_norm")),
+        phantom_lr=plan.values.get("trainer.phantom_lr"),
+        optimizer=OptimizerSpec.from_config(node("optimizer", "")),
+        schedule=hydra.utils.instantiate(node("schedule", "constant")),
+        skips=plan.values.get("trainer.on_nonfinite") == "skip",
     )
 
 
@@ -162,10 +205,12 @@ def native(config: dict[str, Any], ranks: int) -> Run:
 def original(text: str, ranks: int) -> list[Curve]:
     """The real engine, once for every configuration."""
     config = json.loads(text)
+    infinite_at = config.pop("infinite_at", None)
     run = Run(
         Original(config=filled(config), fp16_on_cpu=True),
         config["gradient_accumulation_steps"],
-        batch_norm=not ({"bf16", "fp16"} & set(config)),
+        batch_norm=not any(config.get(low, {}).get("enabled") for low in ("bf16", "fp16")),
+        infinite_at=infinite_at,
     )
     curves: list[Curve] = shared(ranks).run(trained, run, timeout_s=START_S)
     return curves
@@ -173,7 +218,8 @@ def original(text: str, ranks: int) -> list[Curve]:
 
 def both(config: dict[str, Any], ranks: int, **other: Any) -> tuple[list[Curve], list[Curve]]:
     """The translation, with ``other`` settings where a test spoils it, and the original."""
-    run = native(config, ranks)
+    run = native({key: v for key, v in config.items() if key != "infinite_at"}, ranks)
+    run = replace(run, infinite_at=config.get("infinite_at"))
     precision = dict(other.pop("precision", {}))
     scaling = replace(run.precision.loss_scaling, **precision.pop("loss_scaling", {}))
     run = replace(run, precision=replace(run.precision, loss_scaling=scaling, **precision), **other)
@@ -181,16 +227,12 @@ def both(config: dict[str, Any], ranks: int, **other: Any) -> tuple[list[Curve],
     return curves, original(json.dumps(config), ranks)
 
 
-def furthest(mine: Curve, theirs: Curve, *, but: str = "no parameter") -> float:
-    """The largest difference of any parameter at any step, relative to its largest element.
-
-    Names that begin with ``but`` do not count.
-    """
+def furthest(mine: Curve, theirs: Curve) -> float:
+    """The largest difference of any parameter at any step, relative to its largest element."""
     return max(
         float((one[name] - value).abs().max() / value.abs().max())
         for one, other in zip(mine.parameters, theirs.parameters, strict=True)
         for name, value in other.items()
-        if not name.startswith(but)
     )
 
 
@@ -203,6 +245,18 @@ HALF = ("bf16", "bf16, sums in fp32")
 STAGES = (0, 1, 2, 3)
 
 
+@pytest.mark.proves(
+    "batch.global",
+    "batch.micro",
+    "batch.accumulation",
+    "gradients.dtype",
+    "optimizer.type",
+    "optimizer.lr",
+    "precision.accumulation",
+    "schedule.type",
+    "zero.linear",
+    "zero.stage",
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_fp32_a_translation_is_a_rounding_apart(stage, ranks):
@@ -213,6 +267,9 @@ def test_in_fp32_a_translation_is_a_rounding_apart(stage, ranks):
             assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
 
 
+@pytest.mark.proves(
+    "gradients.dtype", "precision.accumulation", "precision.bf16", "zero.linear", "zero.stage"
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("stage", "precision"),
@@ -227,6 +284,15 @@ def test_in_bf16_a_translation_gives_the_same_bits(stage, precision, ranks):
             assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
 
 
+@pytest.mark.proves(
+    "gradients.dtype",
+    "precision.accumulation",
+    "precision.fp16",
+    "scale.fixed",
+    "scale.initial",
+    "scale.window",
+    "zero.stage",
+)
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_in_fp16_it_does_too_through_growths_of_the_loss_scale(stage, accumulate):
@@ -239,6 +305,7 @@ def test_in_fp16_it_does_too_through_growths_of_the_loss_scale(stage, accumulate
         assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
 
 
+@pytest.mark.proves("scale.hysteresis", "scale.refill")
 def test_overflows_leave_the_same_scale_behind():
     config = config_of(2, "fp16", 1)
     config["fp16"] |= {"initial_scale_power": 30, "hysteresis": 2, "loss_scale_window": 1}
@@ -248,16 +315,26 @@ def test_overflows_leave_the_same_scale_behind():
         assert mine.losses == theirs.losses
 
 
+@pytest.mark.proves(
+    "gradients.clipping",
+    "gradients.clipping-old",
+    "optimizer.kernel",
+    "optimizer.type",
+    "optimizer.weight-decay",
+    "zero.stage",
+    "zero.unused",
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_adamw_decay_and_clipping_it_stays_a_rounding_apart(stage, precision):
     config = config_of(stage, precision, 2, optimizer=ADAMW, gradient_clipping=0.3)
+    config["zero_optimization"]["ignore_unused_parameters"] = True
     for mine, theirs in zip(*both(config, 2), strict=True):
         assert max(theirs.norms) > 0.3
         assert loss_apart(mine, theirs) <= (0.0 if precision == "bf16" else 1e-5)
-        # Adam divides a gradient by its own size: the roundings of small ones grow.
-        assert furthest(mine, theirs, but="unused.") <= 1e-4
-        assert furthest(mine, theirs) > 1e-4  # what no forward reaches decays in DeepSpeed alone
+        # Adam divides a gradient by its own size: the roundings of small ones grow. What no forward
+        # reaches decays on both sides.
+        assert furthest(mine, theirs) <= 1e-4
 
 
 CONTROLS = {
@@ -274,6 +351,13 @@ CONTROLS = {
     "linear layers that round once": (3, "bf16", SGD, {"precision": {"rounded_products": False}}),
     "no phantom step": (0, "bf16", ADAMW, {"phantom_lr": None}),
     "no clipping": (1, "fp32", SGD, {"clip": Clip()}),
+    "unused parameters that stay": (
+        1,
+        "fp32",
+        ADAMW,
+        {"strategy": DDP(zero1=True, find_unused_parameters=True)},
+    ),
+    "unused shards that stay": (3, "fp32", ADAMW, {"strategy": FSDP()}),
     "growth a step early": (
         2,
         "fp16",
@@ -296,5 +380,476 @@ def test_a_rule_that_is_switched_off_is_seen(control):
     config = config_of(stage, precision, 3, optimizer=optimizer, gradient_clipping=clip)
     (right, *_), (theirs, *_) = both(config, 2)
     (mine, *_), _ = both(config, 2, **spoilt)
-    bound = 10 * max(FP32_BOUND, furthest(right, theirs, but="unused."))
-    assert furthest(mine, theirs, but="unused.") > bound or mine.scales != theirs.scales
+    bound = 10 * max(FP32_BOUND, furthest(right, theirs))
+    assert furthest(mine, theirs) > bound or mine.scales != theirs.scales
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Adam with L2": ("Adam", {"lr": 0.01, "adam_w_mode": False, "weight_decay": 0.1}),
+    "Adam is AdamW": ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    "AMSGrad": ("AdamW", {"lr": 0.01, "amsgrad": True, "betas": [0.5, 0.6]}),
+    "AdamW, said in full": (
+        "AdamW",
+        {"lr": 0.01, "betas": [0.8, 0.95], "eps": 1e-4, "weight_decay": 0.0, "adam_w_mode": False},
+    ),
+    "AdamW by its defaults": ("AdamW", {}),
+    "Adam by its defaults": ("Adam", {}),
+    "Adagrad": (
+        "Adagrad",
+        {
+            "lr": 0.02,
+            "lr_decay": 0.1,
+            "initial_accumulator_value": 0.1,
+            "eps": 1e-3,
+            "weight_decay": 0.1,
+        },
+    ),
+    "Adagrad by its defaults": ("Adagrad", {}),
+    "Adadelta": ("Adadelta", {"lr": 0.5, "rho": 0.8, "eps": 1e-4, "weight_decay": 0.1}),
+    "Adadelta by its defaults": ("Adadelta", {}),
+    "Adamax": ("Adamax", {"lr": 0.01, "betas": [0.8, 0.9], "weight_decay": 0.1}),
+    "ASGD": ("ASGD", {"lr": 0.1, "lambd": 0.1, "alpha": 0.5, "t0": 2, "weight_decay": 0.1}),
+    "NAdam": (
+        "NAdam",
+        {
+            "lr": 0.01,
+            "momentum_decay": 0.1,
+            "decoupled_weight_decay": True,
+            "weight_decay": 0.1,
+        },
+    ),
+    "RAdam": ("RAdam", {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RMSprop": (
+        "RMSprop",
+        {"lr": 0.001, "alpha": 0.5, "momentum": 0.5, "centered": True, "eps": 1e-3},
+    ),
+    "RMSprop by its defaults": ("RMSprop", {}),
+    "Rprop": ("Rprop", {"lr": 0.001, "etas": [0.4, 1.5], "step_sizes": [1e-5, 0.01]}),
+    "SGD with momentum": (
+        "SGD",
+        {"lr": 0.2, "momentum": 0.8, "dampening": 0.3, "weight_decay": 0.1},
+    ),
+    "SGD by Nesterov, climbing": (
+        "SGD",
+        {"lr": 0.02, "momentum": 0.8, "nesterov": True, "maximize": True, "foreach": True},
+    ),
+    "SGD by its defaults": ("SGD", {}),
+    "Adafactor": ("Adafactor", {"lr": 0.05, "beta2_decay": -0.5, "d": 2.0}),
+}
+NOT_SHARDED = {"Rprop": 1, "Adafactor": 0}
+"""Stages of optimizers that fsdp cannot step, or that are others over cut parameters."""
+
+
+def optimizer_of(name: str) -> dict[str, Any]:
+    kind, params = OPTIMIZERS[name]
+    torchs = {"torch_adam": True} if kind in ("Adam", "AdamW") else {}
+    return {"type": kind, "params": {**params, **torchs}}
+
+
+@pytest.mark.proves(
+    "optimizer.amsgrad",
+    "optimizer.betas",
+    "optimizer.decoupled",
+    "optimizer.eps",
+    "optimizer.kernel",
+    "optimizer.lr",
+    "optimizer.other",
+    "optimizer.type",
+    "optimizer.weight-decay",
+    "zero.stage",
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_torch_steps_as_it_does_under_deepspeed(name):
+    kind, params = OPTIMIZERS[name]
+    stage = NOT_SHARDED.get(kind, 3 if params else 1)
+    config = config_of(stage, "fp32", 1, optimizer=optimizer_of(name))
+    about = [f for f in plan_of(config, 2).findings if f.key.startswith("optimizer")]
+    assert {f.verdict for f in about} <= {"exact", "dead"}, about
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        assert loss_apart(mine, theirs) <= 1e-5
+        assert furthest(mine, theirs) <= 1e-4
+    if len(params) > 1:  # and the options are what did it
+        plain = {"type": kind, "params": {"lr": params["lr"]}}
+        run = native(config_of(stage, "fp32", 1, optimizer=plain), 2)
+        other = shared(2).run(trained, run, timeout_s=START_S)
+        assert furthest(other[0], theirs) > 1e-3
+
+
+KERNELS = {
+    "FusedAdam": {},
+    "CPUAdam": {"offload_optimizer": {"device": "cpu"}},
+}
+
+
+@pytest.mark.proves("optimizer.bias-correction")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_deepspeeds_own_kernels_are_a_rounding_apart_and_called_approximate(kernel):
+    for kind, decoupled in (("AdamW", True), ("Adam", False)):
+        params = {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": decoupled}
+        params["bias_correction"] = True
+        config = config_of(2, "fp32", 1, optimizer={"type": kind, "params": params})
+        config["zero_optimization"] |= KERNELS[kernel]
+        assert plan_of(config, 2).exit_code == 10
+        for mine, theirs in zip(*both(config, 2), strict=True):
+            assert loss_apart(mine, theirs) <= 1e-5
+            assert furthest(mine, theirs) <= 1e-4
+
+
+@pytest.mark.proves("offload.optimizer", "offload.parameters", "optimizer.kernel")
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")]
+)
+def test_offloading_moves_no_number_where_torch_steps(stage, precision):
+    config = config_of(stage, precision, 2, optimizer=ADAMW)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if stage == 3:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    about = [f for f in plan_of(config, 2).findings if "offload" in f.key or "torch_adam" in f.key]
+    assert {f.verdict for f in about} == {"exact", "performance-only"}
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        assert loss_apart(mine, theirs) <= (0.0 if precision == "bf16" else 1e-5)
+        assert furthest(mine, theirs) <= 1e-4
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "log": ("WarmupLR", {"warmup_min_lr": 0.01, "warmup_max_lr": 0.4, "warmup_num_steps": 3}),
+    "linear": ("WarmupLR", {"warmup_num_steps": 3, "warmup_type": "linear"}),
+    "decay": (
+        "WarmupDecayLR",
+        {"warmup_max_lr": 0.3, "warmup_num_steps": 2, "total_num_steps": 5},
+    ),
+    "cosine": (
+        "WarmupCosineLR",
+        {
+            "warmup_num_steps": 2,
+            "total_num_steps": 5,
+            "cos_min_ratio": 0.2,
+            "warmup_min_ratio": 0.1,
+        },
+    ),
+    "one cycle": (
+        "OneCycle",
+        {
+            "cycle_min_lr": 0.002,
+            "cycle_max_lr": 0.02,
+            "cycle_first_step_size": 2,
+            "cycle_second_step_size": 1,
+            "decay_step_size": 1,
+            "decay_lr_rate": 0.5,
+            "decay_mom_rate": 0.1,
+        },
+    ),
+    "range test": (
+        "LRRangeTest",
+        {
+            "lr_range_test_min_lr": 0.05,
+            "lr_range_test_step_size": 2,
+            "lr_range_test_step_rate": 0.5,
+        },
+    ),
+    "torch's steps": ("StepLR", {"step_size": 2, "gamma": 0.3}),
+    "torch's one cycle": ("OneCycleLR", {"max_lr": 0.3, "total_steps": 6}),
+}
+
+
+@pytest.mark.proves(
+    "optimizer.lr",
+    "schedule.other",
+    "schedule.total",
+    "schedule.type",
+    "schedule.warmup-range",
+    "schedule.warmup-steps",
+    "schedule.warmup-type",
+)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_update_of_a_schedule_is_deepspeeds(name):
+    kind, params = SCHEDULES[name]
+    for stage in (0,) if name.startswith("torch's") else (1, 2):
+        optimizer = ADAMW if kind == "OneCycle" else SGD  # the one sets momentum, too
+        scheduler = {"type": kind, "params": params}
+        config = config_of(stage, "fp32", 1, optimizer=optimizer, scheduler=scheduler)
+        assert plan_of(config, 2).exit_code == 0
+        for mine, theirs in zip(*both(config, 2), strict=True):
+            assert mine.rates == pytest.approx(theirs.rates, rel=1e-12, abs=1e-15)
+            assert loss_apart(mine, theirs) <= 1e-5
+            assert furthest(mine, theirs) <= (1e-4 if optimizer is ADAMW else FP32_BOUND)
+        assert len(set(theirs.rates)) > 2
+
+
+def test_the_momentum_of_one_cycle_is_seen():
+    kind, params = SCHEDULES["one cycle"]
+    config = config_of(2, "fp32", 1, optimizer=ADAMW, scheduler={"type": kind, "params": params})
+    still = replace(native(config, 2).schedule, momentum=False)
+    (mine, *_), (theirs, *_) = both(config, 2, schedule=still)
+    assert mine.rates == pytest.approx(theirs.rates)
+    assert furthest(mine, theirs) > 1e-3
+
+
+# -- gradients and precision -----------------------------------------------------------------------
+
+WHOLE = {"reduce_scatter": False}
+DIVIDED: list[tuple[str, int, str, dict[str, Any], dict[str, Any]]] = [
+    ("before, stage 0", 0, "fp32", {"prescale_gradients": True}, {}),
+    ("before, stage 0", 0, "bf16", {"prescale_gradients": True}, {}),
+    ("before, stage 1", 1, "fp32", {"prescale_gradients": True}, {}),
+    ("before, whole, stage 1", 1, "bf16", {"prescale_gradients": True}, WHOLE),
+    ("before, whole, stage 2", 2, "fp32", {"prescale_gradients": True}, WHOLE),
+    ("before, whole, stage 3", 3, "fp32", {"prescale_gradients": True}, WHOLE),
+    ("by a factor, stage 0", 0, "fp32", {"gradient_predivide_factor": 1.5}, {}),
+    ("by a factor, stage 1", 1, "fp32", {"gradient_predivide_factor": 1.5}, {}),
+    ("by a factor, whole, stage 2", 2, "fp32", {"gradient_predivide_factor": 1.5}, WHOLE),
+]
+
+
+@pytest.mark.proves("gradients.prescale", "gradients.predivide", "zero.reduce-scatter")
+@pytest.mark.parametrize(("_", "stage", "precision", "top", "zero"), DIVIDED)
+def test_where_gradients_are_divided_moves_a_rounding_at_most(_, stage, precision, top, zero):
+    config = config_of(stage, precision, 2, **top)
+    config["zero_optimization"] |= zero
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        assert loss_apart(mine, theirs) <= (0.0 if precision == "bf16" else FP32_BOUND)
+        assert furthest(mine, theirs) <= (0.0 if precision == "bf16" else FP32_BOUND)
+
+
+@pytest.mark.proves("gradients.clipping")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_that_says_nothing_clips_at_1(stage):
+    config = config_of(stage, "fp32", 1)
+    del config["gradient_clipping"]
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        assert max(theirs.norms) > 1.0
+        assert furthest(mine, theirs) <= FP32_BOUND
+
+
+WRITTEN_OUT: dict[str, Any] = {
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": False},
+    "torch_autocast": {"enabled": False},
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
+    "communication_data_type": None,
+    "data_types": {"keep_in_fp32_modules": []},
+}
+HALF_WRITTEN_OUT: dict[str, Any] = {
+    "bf16": {
+        "enabled": True,
+        "bf16_master_weights_and_grads": False,
+        "bf16_optimizer_states": False,
+        "immediate_grad_update": True,
+    },
+    "communication_data_type": "bf16",
+    "data_types": {"grad_accum_dtype": "bf16", "param_dtype": "bf16", "buffer_dtype": "fp32"},
+}
+
+
+@pytest.mark.proves(
+    "batch.managed",
+    "gradients.dtype",
+    "gradients.op",
+    "gradients.predivide",
+    "gradients.prescale",
+    "precision.accumulation",
+    "precision.autocast",
+    "precision.bf16",
+    "precision.bf16-update",
+    "precision.buffers",
+    "precision.fp16",
+    "precision.half-masters",
+    "precision.kept",
+    "precision.parameters",
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_defaults_that_are_written_out_are_the_same_defaults(stage):
+    for written, bound in ((WRITTEN_OUT, FP32_BOUND), (HALF_WRITTEN_OUT, 0.0)):
+        config = config_of(stage, "fp32", 2, **written)
+        assert plan_of(config, 2).exit_code in (0, 10)
+        for mine, theirs in zip(*both(config, 2), strict=True):
+            assert loss_apart(mine, theirs) <= bound
+            assert furthest(mine, theirs) <= bound
+
+
+@pytest.mark.proves("precision.bf16-overflow", "zero.stage")
+@pytest.mark.parametrize(
+    ("stage", "checks"),
+    # None stands for fp32, which stage 0 does not check, and here the run would stop.
+    [(stage, c) for stage in STAGES for c in (True, False, None) if stage or c is not None],
+)
+def test_a_step_that_is_not_finite_is_skipped_where_deepspeed_skips_it(stage, checks):
+    config = config_of(stage, "fp32" if checks is None else "bf16", 1, infinite_at=2)
+    if checks is not None:
+        config["bf16"] = {"enabled": True, "check_grad_overflow": checks}
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        ours, others = (torch.tensor(c.losses, dtype=torch.double) for c in (mine, theirs))
+        rtol = FP32_BOUND if checks is None else 0.0
+        assert torch.allclose(ours, others, rtol=rtol, atol=0.0, equal_nan=True)
+        finite = bool(torch.isfinite(others[-1]).all())
+        assert finite == (checks is not False or stage in (0, 3))
+
+
+@pytest.mark.proves("scale.fixed")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_fixed_scale_stays(stage):
+    config = config_of(stage, "fp16", 2)
+    config["fp16"] = {"enabled": True, "loss_scale": 32}
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        assert mine.losses == theirs.losses
+        assert furthest(mine, theirs) == 0.0
+        assert mine.scales == theirs.scales == [32.0] * STEPS
+
+
+# -- speed and memory ------------------------------------------------------------------------------
+
+FLIPPED: dict[str, Any] = {
+    "overlap_comm": True,
+    "contiguous_gradients": False,
+    "reduce_bucket_size": 50,
+    "allgather_bucket_size": 50,
+    "sub_group_size": 30,
+    "use_multi_rank_bucket_allreduce": False,
+    "stage3_prefetch_bucket_size": 10,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 10,
+    "stage3_max_reuse_distance": 0,
+    "zero_hpz_partition_size": 2,
+}
+
+
+@pytest.mark.proves(
+    "zero.buckets",
+    "zero.contiguous",
+    "zero.layout",
+    "zero.overlap",
+    "zero.prefetch",
+    "zero.reduce-bucket",
+    "zero.secondary-shard",
+    "zero.tiles",
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_knobs_of_speed_and_memory_move_no_bit(stage):
+    config = config_of(stage, "bf16", 2)
+    config["zero_optimization"] |= FLIPPED
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        assert mine.losses == theirs.losses
+        assert furthest(mine, theirs) == 0.0
+    # What DeepSpeed says the masters are forgets that it has put them in another order.
+    config["zero_optimization"]["round_robin_gradients"] = True
+    for mine, theirs in zip(*both(config, 2), strict=True):
+        assert mine.losses == theirs.losses
+
+
+# -- four ranks ------------------------------------------------------------------------------------
+
+LR = 0.5  # of SGD
+HALF_UNIT = 2.0**-8
+"""The most that a rounding to bf16 moves a number, relative to it."""
+
+
+class Moved(NamedTuple):
+    """One step each from several starts: where it led, and the gradients' sizes."""
+
+    masters: list[dict[str, torch.Tensor]]
+    sizes: list[dict[str, torch.Tensor]]  # |gradient| of micro-batches, summed; mean over ranks
+
+
+@torch.no_grad()
+def put(engine: Any, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in engine.model.named_parameters():
+        value = values[name].float()
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            part = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
+        else:
+            parameter.copy_(value)
+
+
+def moved(comm: Communicator, run: Run, starts: list[dict[str, torch.Tensor]]) -> Moved:
+    """Step k from ``starts[k]``, by the engine; sizes by an engine of this process alone."""
+    task = Subject(run.optimizer, batch_norm=run.batch_norm)
+    alone = LocalCommunicator(torch.device("cpu"))
+
+    def engine_of(strategy: Strategy, beside: Communicator) -> Any:
+        ranks = beside.world.size
+        plan = BatchPlan(SAMPLES * run.accumulate * ranks, SAMPLES, run.accumulate, ranks)
+        job = Job(task, task.build_model, plan, run.precision)
+        return strategy.prepare(job, beside)
+
+    engine = engine_of(run.strategy, comm)
+    single = engine_of(Single(), alone)
+    found = Moved([], [])
+    for step, start in enumerate(starts):
+        batches = micro_batches(step, comm, run.accumulate)
+        put(single, start)
+        sizes = {name: torch.zeros(value.shape) for name, value in start.items()}
+        for micro in batches:
+            single.zero_grad()
+            single.forward_backward([micro], float(SAMPLES * run.accumulate), task)
+            for name, p in single.model.named_parameters():
+                if p.grad is not None:
+                    sizes[name] += p.grad.abs()
+        for size in sizes.values():
+            comm.all_reduce(size)
+        found.sizes.append({name: size.double() / comm.world.size for name, size in sizes.items()})
+        put(engine, start)
+        engine.zero_grad()
+        weight = float(SAMPLES * run.accumulate * comm.world.size)
+        engine.forward_backward(batches, weight, task)
+        engine.step(run.clip)
+        whole = whole_state(engine.state_dict()["model"], comm)
+        found.masters.append({name: whole[name].double() for name in start})
+    engine.close()
+    single.close()
+    return found
+
+
+def beyond(found: Moved, theirs: Curve, *, ranks: int, accumulate: int) -> float:
+    """The largest difference of any master after a step, as a share of what is allowed.
+
+    Forward and backward of a rank have the same bits on both sides. The sum of n numbers in bf16
+    rounds n - 1 times, in whatever order, by at most half a unit of a partial sum, which is no
+    larger than the sum of sizes; adding up a micro-batches rounds a - 1 times more. Either side may
+    be off by that, and the master itself is rounded to fp32.
+    """
+    roundings = 2 * (ranks - 1 + accumulate - 1)
+    shares = []
+    for step, masters in enumerate(found.masters):
+        for name, value in masters.items():
+            size = found.sizes[step][name] * (1 + ranks * HALF_UNIT)
+            allowed = LR * roundings * HALF_UNIT * size + 2.0**-22 * value.abs() + 1e-30
+            apart = (value - theirs.parameters[step + 1][name]).abs()
+            shares.append(float((apart / allowed).max()))
+    return max(shares)
+
+
+@pytest.mark.proves("gradients.dtype", "zero.stage")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_four_ranks_fp32_is_a_rounding_apart(stage, accumulate):
+    for mine, theirs in zip(*both(config_of(stage, "fp32", accumulate), 4), strict=True):
+        assert loss_apart(mine, theirs) <= FP32_BOUND
+        assert furthest(mine, theirs) <= FP32_BOUND
+
+
+@pytest.mark.proves("gradients.dtype", "zero.stage")
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_on_four_ranks_a_step_in_bf16_differs_by_the_roundings_of_a_sum_at_most(stage, accumulate):
+    """Which of them there are depends on a value's place in its buffer: here and there another."""
+    config = config_of(stage, "bf16", accumulate)
+    run, theirs = native(config, 4), original(json.dumps(config), 4)[0]
+    found = shared(4).run(moved, run, theirs.parameters[:-1], timeout_s=START_S)[0]
+    assert beyond(found, theirs, ranks=4, accumulate=accumulate) <= 1.0
+
+
+def test_a_step_that_is_too_long_is_beyond_them():
+    config = config_of(1, "bf16", 2)
+    longer = {"type": "SGD", "params": {"lr": 1.3 * LR}}
+    run, theirs = native({**config, "optimizer": longer}, 4), original(json.dumps(config), 4)[0]
+    found = shared(4).run(moved, run, theirs.parameters[:-1], timeout_s=START_S)[0]
+    assert beyond(found, theirs, ranks=4, accumulate=2) > 1.0

@@ -209,10 +209,16 @@ def compiled(operators: Sequence[str], comm: Communicator) -> None:
                 ) from error
 
 
-_BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
+_BUILDERS = {
+    "deepspeed_shm_comm": "ShareMemCommBuilder",
+    "cpu_adam": "CPUAdamBuilder",
+    "cpu_adagrad": "CPUAdagradBuilder",
+    "cpu_lion": "CPULionBuilder",
+    "fused_adam": "FusedAdamBuilder",
+}
 
-OPERATORS = tuple(_BUILDERS)
-"""What a run on a CPU may need."""
+OPERATORS = ("deepspeed_shm_comm", "cpu_adam")
+"""What a run on a CPU needs unless it asks for another optimizer of DeepSpeed's."""
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class Original(Strategy):
         low = next((name for name in _LOW if values.get(name, {}).get("enabled")), None)
         module = model if low is None else _In(model, _LOW[low])
         if comm.device.type == "cpu":
-            library.compiled(["deepspeed_shm_comm"], comm)
+            library.compiled(["deepspeed_shm_comm", *_kernels(values)], comm)
         try:
             with library.putting_back() as theirs, contextlib.redirect_stdout(io.StringIO()):
                 wrapped, optimizer, *_ = deepspeed.initialize(
@@ -103,6 +103,18 @@ class Original(Strategy):
                 fix="add the optimizer block, or verify.ladder=[sgd]",
             )
         return values
+
+
+def _kernels(values: Mapping[str, Any]) -> list[str]:
+    """The operator that the file's optimizer is, on a CPU."""
+    optimizer, zero = values["optimizer"], values.get("zero_optimization") or {}
+    offload = (zero.get("offload_optimizer") or {}) if isinstance(zero, Mapping) else {}
+    offloads = offload.get("device", "none") != "none"
+    name = str(optimizer.get("type")).lower()
+    if name in ("adam", "adamw"):
+        own = not (optimizer.get("params") or {}).get("torch_adam")
+        return [] if not own else ["cpu_adam"] if offloads else ["fused_adam"]
+    return [f"cpu_{name}"] if offloads and name in ("adagrad", "lion") else []
 
 
 class OriginalEngine(NativeEngine):

@@ -236,19 +236,42 @@ def _positive(config: DeepSpeedConfig, name: str, value: Any) -> int:
 
 
 _SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-_MEANT_BY_DEFAULT = {("WarmupLR", "warmup_max_lr"), ("WarmupLR", "warmup_min_lr")}
+_MEANT_BY_DEFAULT = {
+    ("WarmupLR", "warmup_max_lr"),
+    ("WarmupLR", "warmup_min_lr"),
+    ("WarmupDecayLR", "warmup_min_lr"),
+}
 """Settings whose "auto" is what the scheduler does without them: the optimizer's rate, and 0."""
+_RATE, _TOTAL = "warmup_max_lr", "total_num_steps"
+_FILLED = {
+    ("WarmupDecayLR", _RATE),
+    ("WarmupDecayLR", _TOTAL),
+    ("WarmupCosineLR", _TOTAL),
+}
+"""Those whose "auto" is known when the run begins: the optimizer's rate, and its updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSchedule(TorchSchedule):
-    """That of a file, which errors then name."""
+    """That of a file, which errors then name; ``fills`` are options that stand there as "auto"."""
+
+    fills: tuple[str, ...] = ()
 
     def start(
         self, optimizers: Mapping[str, Optimizer], *, total: int | None = None
     ) -> RunningSchedule:
+        if _TOTAL in self.fills and total is None:
+            raise ConfigError(
+                f'{_TOTAL} in the file of strategy.config is "auto", and nobody knows how many '
+                "updates the run makes",
+                fix="set trainer.max_steps, or write the value into the file",
+            )
+        (optimizer,) = optimizers.values()
+        known = {_RATE: [float(g["lr"]) for g in optimizer.param_groups], _TOTAL: total}
+        filled = {name: known[name] for name in self.fills}
+        schedule = TorchSchedule(scheduler=self.scheduler, options={**self.options, **filled})
         try:
-            return super().start(optimizers, total=total)
+            return schedule.start(optimizers, total=total)
         except ConfigError as error:
             raise ConfigError(
                 f"the scheduler in the file of strategy.config: {error.sentence}", fix=error.fix
@@ -269,17 +292,20 @@ def _scheduler(
     known = (*_SCHEDULERS, *lr_scheduler.__all__)
     if kind not in known:
         raise ConfigError(f"{place} is {kind}, which is no scheduler", fix=nearest(kind, known))
-    options = dict(block.get("params") or {})
+    options: dict[str, Any] = dict(block.get("params") or {})
+    fills: tuple[str, ...] = ()
     for name in [name for name, value in options.items() if value == AUTO]:
-        if (kind, name) not in _MEANT_BY_DEFAULT:
+        if (kind, name) not in _MEANT_BY_DEFAULT | _FILLED:
             raise ConfigError(
                 f'{config.place("scheduler", "params", name)} is "auto", which nothing here gives '
                 "a value",
                 fix="write the value into the file",
             )
         del options[name]
+        if (kind, name) in _FILLED:
+            fills = (*fills, name)
     theirs = f"deepspeed.runtime.lr_schedules.{kind}" if kind in _SCHEDULERS else kind
-    return FileSchedule(scheduler=theirs, options=options)
+    return FileSchedule(scheduler=theirs, options=options, fills=fills)
 
 
 def _clipping(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> float | None:

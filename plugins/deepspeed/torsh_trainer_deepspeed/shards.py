@@ -127,13 +127,18 @@ class Shards:
         return state
 
     def optimizer(self) -> dict[str, dict[str, Any]]:
-        """``{parameter name: {slot: FlatShard, or a number's tensor}}``."""
+        """``{parameter name: {slot: FlatShard, or a number's tensor}}``, in torch's words."""
         state: dict[str, dict[str, Any]] = {}
         for name, piece in self._by_name.items():
             slots = self._inner.state.get(piece.flat)
             if slots:
-                state[name] = {key: _slot(name, piece, key, v) for key, v in slots.items()}
+                state[name] = {
+                    self._said(key): _slot(name, piece, key, v) for key, v in slots.items()
+                }
         return state
+
+    def _said(self, slot: str) -> str:
+        return _WORDS.get(type(self._inner).__name__, {}).get(slot, slot)
 
     def materialise(self) -> None:
         """Creates the slots that a checkpoint is read into."""
@@ -181,7 +186,7 @@ class Shards:
             raise _unequal(there[0], odd, "one has optimizer state and the other none")
         state = self._inner.state[flat]
         for key, value in list(state.items()):
-            saved = [slots[name][key] for name in names]
+            saved = [slots[name][self._said(key)] for name in names]
             if all(isinstance(one, FlatShard) for one in saved):
                 for name, one in zip(names, saved, strict=True):
                     _copy(self._by_name[name].shard(name, value), one)
@@ -192,6 +197,10 @@ class Shards:
                     raise _unequal(names[0], name, f"{key} is {numbers[0]:g} and {number:g}")
             if numbers[0] is not None:
                 state[key] = _as_before(value, numbers[0])
+
+
+_WORDS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
+"""Optimizers of DeepSpeed's that call a slot otherwise than torch's of that kind."""
 
 
 def _slot(name: str, piece: Piece, key: str, value: Any) -> Any:

@@ -43,7 +43,16 @@ ELEMENTWISE = frozenset(
     }
 )
 """Optimizers that treat every element alike, so that ZeRO may cut a parameter anywhere. (Adagrad
-does too, but DeepSpeed makes a new one of it and loses its groups.)"""
+does too, but DeepSpeed makes a new one of torch's and loses its groups.)"""
+
+OwnOptimizer = Literal["cpu_adam", "cpu_adagrad", "fused_adam"]
+
+_TWINS: dict[OwnOptimizer, tuple[str, ...]] = {
+    "cpu_adam": ("Adam", "AdamW"),
+    "cpu_adagrad": ("Adagrad",),
+    "fused_adam": ("Adam", "AdamW"),
+}
+"""DeepSpeed's optimizers, and those of torch whose settings they take."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,9 @@ class DeepSpeed(Strategy):
     ``stage`` says what is cut over processes: 0 nothing, 1 optimizer state, 2 gradients too, 3
     parameters too. ``offload_optimizer`` and ``offload_param`` keep that part in host memory
     (``cpu``; parameters at stage 3 alone). ``optimizer`` is what steps there: ``torch`` is the
-    recipe's own, ``cpu_adam`` is DeepSpeedCPUAdam, null takes that for Adam and AdamW when the
-    optimizer is offloaded. The other knobs are DeepSpeed's own, under its names.
+    recipe's own, ``cpu_adam`` and ``cpu_adagrad`` are DeepSpeed's for host memory, ``fused_adam``
+    its Adam elsewhere; null takes the former two for Adam, AdamW and Adagrad that are offloaded.
+    The other knobs are DeepSpeed's own, under its names.
 
     ``config`` is a ds_config.json, taken as it is: a knob that is not at its default must agree
     with it. ``unknown_keys`` says what happens to a top-level key that DeepSpeed would ignore in
@@ -65,7 +75,7 @@ class DeepSpeed(Strategy):
     stage: int = 2
     offload_optimizer: Literal["cpu"] | None = None
     offload_param: Literal["cpu"] | None = None
-    optimizer: Literal["torch", "cpu_adam"] | None = None
+    optimizer: Literal["torch"] | OwnOptimizer | None = None
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
@@ -187,7 +197,8 @@ class DeepSpeed(Strategy):
         (optimizer,) = optimizers.values()
         check_optimizer(config, optimizer)
         kind = type(optimizer).__name__
-        if plan.stage and kind not in ELEMENTWISE:
+        own = self._own(optimizer, plan)
+        if plan.stage and kind not in ELEMENTWISE and own is None:
             raise self.refuse(
                 f"the optimizer {kind} from stage 1 on, which updates cut and flattened parameters",
                 use="take AdamW or SGD, strategy.stage=0, or strategy=fsdp",
@@ -196,29 +207,55 @@ class DeepSpeed(Strategy):
         return optimizers
 
     def _inner(self, optimizer: Optimizer, plan: Told, comm: Communicator) -> Optimizer:
-        """What DeepSpeed steps: a twin of the recipe's, or DeepSpeedCPUAdam with its settings."""
-        if plan.stage == 0:
-            return optimizer
-        kind = type(optimizer).__name__
-        is_adam = kind in ("Adam", "AdamW") and not optimizer.defaults["amsgrad"]
-        if self.optimizer == "cpu_adam" and not (is_adam and plan.offloads):
-            raise self.refuse(
-                f"strategy.optimizer=cpu_adam with {kind}"
-                + ("" if plan.offloads else " and without offloading"),
-                use="set strategy.offload_optimizer=cpu and an Adam, or strategy.optimizer=null",
-            )
-        if not (is_adam and plan.offloads) or self.optimizer == "torch":
-            return without_state(optimizer)
-        # Imported here: it compiles when one is made.
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        """What DeepSpeed steps: a twin of the recipe's, or its own with the same settings."""
+        own = self._own(optimizer, plan)
+        if own is None:
+            return optimizer if plan.stage == 0 else without_state(optimizer)
+        # Imported here: they compile when one is made.
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+        from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+        wanted = ("params", "lr", "betas", "eps", "weight_decay")
         groups = [
-            {key: group[key] for key in ("params", "lr", "betas", "eps", "weight_decay")}
-            for group in optimizer.param_groups
+            {key: group[key] for key in wanted if key in group} for group in optimizer.param_groups
         ]
-        library.compiled(["cpu_adam"], comm)
-        adam: Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=kind == "AdamW")
-        return adam
+        if own != "fused_adam" or comm.device.type == "cpu":
+            library.compiled([own], comm)
+        decoupled = type(optimizer).__name__ == "AdamW"
+        made: Optimizer
+        if own == "cpu_adagrad":
+            made = DeepSpeedCPUAdagrad(groups)
+        elif own == "cpu_adam":
+            made = DeepSpeedCPUAdam(groups, adamw_mode=decoupled)
+        else:
+            made = FusedAdam(groups, adam_w_mode=decoupled)
+        return made
+
+    def _own(self, optimizer: Optimizer, plan: Told) -> OwnOptimizer | None:
+        """The optimizer of DeepSpeed's that steps for the recipe's; None: the recipe's own does.
+
+        Raises:
+            Unsupported: one is asked for that cannot.
+        """
+        kind, settings = type(optimizer).__name__, optimizer.defaults
+        odd = [name for name in _BEYOND if settings.get(name)]
+        if self.optimizer in _TWINS:
+            offloads = self.optimizer != "fused_adam"
+            fits = kind in _TWINS[self.optimizer] and not odd and plan.offloads == offloads
+            if fits and plan.stage:
+                return self.optimizer
+            with_what = f"{kind} and {odd[0]}" if odd else f"{kind} at stage {plan.stage}"
+            raise self.refuse(
+                f"strategy.optimizer={self.optimizer} with {with_what}"
+                + ("" if plan.offloads else " and without offloading"),
+                use=f"take {' or '.join(_TWINS[self.optimizer])} at stages 1 to 3, "
+                + ("with" if offloads else "without")
+                + " strategy.offload_optimizer=cpu, or strategy.optimizer=null",
+            )
+        if self.optimizer == "torch" or odd or not plan.offloads or not plan.stage:
+            return None
+        hosts: tuple[OwnOptimizer, ...] = ("cpu_adam", "cpu_adagrad")
+        return next((own for own in hosts if kind in _TWINS[own]), None)
 
     def _engine(
         self,
@@ -249,6 +286,10 @@ class DeepSpeed(Strategy):
         return ZeroEngine(wrapped, job, comm, masters=masters, **common)
 
 
+_BEYOND = ("amsgrad", "lr_decay", "initial_accumulator_value", "maximize")
+"""Settings that DeepSpeed's own optimizers do not have."""
+
+
 def trained_elements(model: nn.Module) -> int:
     """Elements that train."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -258,7 +299,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
     "offload_optimizer": (None, "cpu"),
     "offload_param": (None, "cpu"),
-    "optimizer": (None, "torch", "cpu_adam"),
+    "optimizer": (None, "torch", *_TWINS),
     "unknown_keys": ("error", "warn"),
 }
 

@@ -148,7 +148,7 @@ def read(root: Path) -> Matrix:
         has_teeth = file.name.endswith("_has_teeth.py")
         if not (resumes or has_teeth or _holds_a_contract(file)):
             continue
-        module = _imported(file, place)
+        module = imported(file, place)
         for contract, case in _cases(module, place):
             cases[contract].append(case)
         if resumes:
@@ -175,7 +175,12 @@ def _holds_a_contract(file: Path) -> bool:
     )
 
 
-def _imported(file: Path, place: str) -> ModuleType:
+def imported(file: Path, place: str) -> ModuleType:
+    """The module of a test, which stands at ``place`` in the repository.
+
+    Raises:
+        ResourceError: it imports what is not installed.
+    """
     name = "guarantees_" + re.sub(r"\W", "_", place.removesuffix(".py"))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

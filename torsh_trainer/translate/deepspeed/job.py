@@ -96,6 +96,13 @@ def offloads_parameters(source: Source) -> bool:
     ) and stage(source) == 3
 
 
+def own_kernel(source: Source) -> bool:
+    """An optimizer that is offloaded is stepped by a kernel of DeepSpeed's, not by torch."""
+    name = optimizer_name(source)
+    adam = name in ("adam", "adamw") and not source.get("optimizer.params.torch_adam")
+    return offloads_optimizer(source) and (adam or name in ("adagrad", ""))
+
+
 def offloads(source: Source) -> bool:
     """Anything lives on the host."""
     return offloads_optimizer(source) or offloads_parameters(source)

@@ -114,13 +114,20 @@ def _predivide(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value == 1.0:
         return exact("gradients are averaged")
     stage, scatters = job.stage(source), source.get("zero_optimization.reduce_scatter")
-    if stage == 3 and not scatters:
+    if stage >= 2 and scatters:
+        return dead(
+            f"DeepSpeed stops with an assertion in stage {stage} with reduce_scatter",
+            engine_takes=False,
+        )
+    if source.get("prescale_gradients"):
+        return dead("is read without prescale_gradients alone")
+    if stage == 1 and scatters:
+        return dead("has no effect in stage 1 with reduce_scatter")
+    if stage == 3:
         return refused(
             "without reduce_scatter, stage 3 leaves gradients divided too often where the factor "
             "is the number of processes: remove the key to get the mean"
         )
-    if not source.get("prescale_gradients"):
-        return dead("is read together with prescale_gradients alone")
     return approximate("the mean is the same; it is rounded at another place")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from torsh_trainer.translate.deepspeed import job
@@ -56,6 +58,9 @@ def _type(source: Source, leaf: Leaf) -> Outcome:
     torchs = name not in ADAM or source.get("optimizer.params.torch_adam")
     if source.reproduces and torchs and ("optimizer", "params", "fused") not in source.found:
         no_decay["optimizer.fused"] = False  # torch's fused kernels round otherwise
+    unfit = _unfit(source, name)
+    if unfit is not None:
+        return unfit
     if name == "adam":
         option = "adamw" if source.get("optimizer.params.adam_w_mode") else "adam"
         why = (
@@ -72,6 +77,22 @@ def _type(source: Source, leaf: Leaf) -> Outcome:
     if name in _WANTING:
         return refused(f"not in this release: {_WANTING[name]}")
     return refused(f"torch.optim.{leaf.value}: not in this release, or no optimizer of torch")
+
+
+def _unfit(source: Source, name: str) -> Outcome | None:
+    """Optimizers of torch that are something else over cut or flattened parameters."""
+    if name == "SparseAdam":
+        return refused("takes sparse gradients alone, which DeepSpeed 0.19.8 has no more")
+    if name in ("Adafactor", "Rprop") and job.strategy(source) == "fsdp":
+        return refused(f"not in this release: {name} over sharded parameters")
+    if name == "Adafactor" and job.stage(source) == 1:
+        return Outcome(
+            "approximate",
+            "steps whole parameters; DeepSpeed's are cut and flat, and nothing is factored there",
+            choices={"optimizer": "adafactor"},
+            values={"optimizer.no_decay": False},
+        )
+    return None
 
 
 def _one_bit(source: Source) -> Outcome:
@@ -91,7 +112,7 @@ def _one_bit(source: Source) -> Outcome:
 @rule("optimizer.lr", "The learning rate, unless a scheduler overwrites it.")
 def _lr(source: Source, leaf: Leaf) -> Outcome:
     if _overwritten(source):
-        return dead("the scheduler overwrites it with warmup_max_lr")
+        return dead("the scheduler overwrites it")
     name = job.optimizer_name(source)
     value = leaf.value if leaf.value is not None else _DEFAULT_LR.get(name)
     if value is None:
@@ -101,6 +122,8 @@ def _lr(source: Source, leaf: Leaf) -> Outcome:
 
 @rule("optimizer.betas", "Smoothing of the gradient and of its square.")
 def _betas(source: Source, leaf: Leaf) -> Outcome:
+    if _scheduler(source) == CYCLE and _cycles_momentum(source):
+        return dead("the scheduler sets them")
     value = leaf.value if leaf.value is not None else [0.9, 0.999]
     return exact("the same" if leaf.value is not None else "the default", optimizer__betas=value)
 
@@ -140,10 +163,10 @@ def _decoupled_rule(source: Source, leaf: Leaf) -> Outcome:
 
 @rule("optimizer.kernel", "DeepSpeed's fused Adam, or torch's.")
 def _kernel(source: Source, leaf: Leaf) -> Outcome:
-    if job.offloads_optimizer(source):
-        return dead("the optimizer is offloaded, and its kernel with it")
     if leaf.value:
         return exact("torch's own optimizer")
+    if job.offloads_optimizer(source):
+        return dead("the optimizer is offloaded, and its kernel with it")
     return approximate(
         "DeepSpeed's FusedAdam and torch's round an update differently, by about 1 ulp"
     )
@@ -151,6 +174,9 @@ def _kernel(source: Source, leaf: Leaf) -> Outcome:
 
 @rule("optimizer.bias-correction", "Adam's bias correction.")
 def _bias_correction(source: Source, leaf: Leaf) -> Outcome:
+    if source.get("optimizer.params.torch_adam"):
+        why = "torch always corrects, and takes no such option: DeepSpeed stops"
+        return dead(why, engine_takes=False)
     if leaf.value:
         return exact("torch always corrects")
     return refused("not in this release: Adam without bias correction")
@@ -171,11 +197,11 @@ def _amsgrad(source: Source, leaf: Leaf) -> Outcome:
 def _max_grad_norm(source: Source, leaf: Leaf) -> Outcome:
     if source.given("gradient_clipping"):
         return dead("gradient_clipping says it; DeepSpeed refuses this key", engine_takes=False)
-    return Outcome(
-        "exact",
-        "clips the gradient, as gradient_clipping does; DeepSpeed refuses this key today",
-        values={"trainer.max_grad_norm": float(leaf.value) if leaf.value else None},
+    return approximate(
+        "taken for gradient_clipping, which it once was with fp16; DeepSpeed refuses this key "
+        "today, so nothing proves it",
         engine_takes=False,
+        trainer__max_grad_norm=float(leaf.value) if leaf.value else None,
     )
 
 
@@ -201,6 +227,12 @@ def _transport(source: Source, leaf: Leaf) -> Outcome:
 def _other(source: Source, leaf: Leaf) -> Outcome:
     name = job.optimizer_name(source)
     option = leaf.path[-1]
+    if name in ADAM and option == "fp32_optimizer_states":
+        if leaf.value or not job.own_kernel(source):
+            return dead("moments are fp32")
+        return refused("not in this release: moments in a lower dtype")
+    if name in ADAM and option in _ANY and not source.get("optimizer.params.torch_adam"):
+        return dead(f"DeepSpeed's own Adam takes no {option}: it stops", engine_takes=False)
     if name in job.TORCH_OPTIMIZERS and option in _OPTIONS.get(name, set()) | _ANY:
         return exact("the same option", **{f"optimizer__{option}": leaf.value})
     if name in _WANTING:
@@ -208,6 +240,9 @@ def _other(source: Source, leaf: Leaf) -> Outcome:
     return refused(f"{source.get('optimizer.type')} takes no {option}: remove it")
 
 
+CYCLE, RANGE = "OneCycle", "LRRangeTest"
+_LOWEST = 1e-3
+"""Where LRRangeTest begins when it is not told."""
 WARMUP = {"WarmupLR": "none", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 TORCH = {
     "LambdaLR",
@@ -231,7 +266,9 @@ def _scheduler(source: Source) -> str:
 
 
 def maximum(source: Source) -> Any:
-    """The rate that the warm-up ends at; None: the optimizer's own."""
+    """The base rate that the scheduler sets; None: the optimizer's own."""
+    if _scheduler(source) in (CYCLE, RANGE):
+        return _base_rate(source)
     if _scheduler(source) == "WarmupCosineLR" or _scheduler(source) not in WARMUP:
         return None
     value = source.get("scheduler.params.warmup_max_lr")
@@ -264,6 +301,17 @@ def _schedule(source: Source, leaf: Leaf) -> Outcome:
             choices={"schedule": "deepspeed_warmup"},
             values={"schedule.decay": WARMUP[name]},
         )
+    if name in (CYCLE, RANGE):
+        return _with_own_rate(source, name)
+    if name in TORCH and (job.stage(source) > 0 or job.precision(source) in ("bf16", "fp16")):
+        return Outcome(
+            "approximate",
+            "torch's own, stepped after every update; DeepSpeed stops: torch's schedulers take no "
+            "optimizer of ZeRO or of half precision",
+            choices={"schedule": "torch"},
+            values={"schedule.scheduler": name},
+            engine_takes=False,
+        )
     if name in TORCH:
         return Outcome(
             "exact",
@@ -272,6 +320,90 @@ def _schedule(source: Source, leaf: Leaf) -> Outcome:
             values={"schedule.scheduler": name},
         )
     return refused(f"not in this release: the scheduler {leaf.value}")
+
+
+def _option(source: Source, name: str) -> Any:
+    leaf = source.found.get(("scheduler", "params", name))
+    value = None if leaf is None else leaf.value
+    # A list has a value for each group of the optimizer, and a file makes one group.
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _base_rate(source: Source) -> Any:
+    """The base rate of OneCycle and LRRangeTest."""
+    if _scheduler(source) == CYCLE:
+        return _option(source, "cycle_max_lr")
+    value = _option(source, "lr_range_test_min_lr")
+    return _LOWEST if value is None else value
+
+
+def _cycles_momentum(source: Source) -> bool:
+    return _option(source, "cycle_momentum") is not False
+
+
+def _with_own_rate(source: Source, name: str) -> Outcome:
+    rates = ("cycle_min_lr", "cycle_max_lr") if name == CYCLE else ("lr_range_test_min_lr",)
+    for rate in rates:
+        value = _option(source, rate)
+        if value is None and name == CYCLE:
+            return refused(f"OneCycle wants {rate}: DeepSpeed stops without it")
+        if value is not None and not _is_number(value):
+            return refused(f"{rate} is {value!r}, not a number")
+    base = _base_rate(source)
+    if not base:
+        return refused("its base rate is 0: every rate is")
+    values = {"optimizer.lr": base}
+    if name == CYCLE:
+        values["schedule.low"] = _option(source, "cycle_min_lr") / base
+    return Outcome(
+        "emulated",
+        "the same rates, update by update",
+        choices={"schedule": "deepspeed_one_cycle" if name == CYCLE else "deepspeed_range_test"},
+        values=values,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_KNOBS: Mapping[str, Mapping[str, tuple[str, type, float]]] = {
+    CYCLE: {
+        "cycle_first_step_size": ("first_steps", float, 1e-9),
+        "cycle_second_step_size": ("second_steps", float, 0),
+        "cycle_first_stair_count": ("first_stairs", int, 0),
+        "cycle_second_stair_count": ("second_stairs", int, 0),
+        "decay_step_size": ("decay_steps", float, 0),
+        "decay_lr_rate": ("decay_rate", float, -math.inf),
+        "cycle_momentum": ("momentum", bool, 0),
+        "cycle_min_mom": ("low_momentum", float, 0),
+        "cycle_max_mom": ("high_momentum", float, 0),
+        "decay_mom_rate": ("momentum_decay_rate", float, -math.inf),
+    },
+    RANGE: {
+        "lr_range_test_step_size": ("step_size", int, 1),
+        "lr_range_test_step_rate": ("step_rate", float, -math.inf),
+        "lr_range_test_staircase": ("staircase", bool, 0),
+    },
+}
+"""DeepSpeed's word -> ours, its type, and the least value."""
+_RATES = ("cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
+
+
+def _own_option(source: Source, name: str, option: str) -> Outcome:
+    """An option of OneCycle or LRRangeTest."""
+    if option in _RATES and (option.startswith("cycle")) == (name == CYCLE):
+        return Outcome("emulated", "said by schedule.type: the base rate, and a share of it")
+    if option not in _KNOBS[name]:
+        return refused(f"{name} takes no {option}: remove it")
+    knob, kind, least = _KNOBS[name][option]
+    value = _option(source, option)
+    if value is None and option.startswith("cycle_second"):
+        return Outcome("emulated", "as the first half", values={f"schedule.{knob}": None})
+    fits = isinstance(value, bool) if kind is bool else _is_number(value) and value >= least
+    if not fits or (kind is int and value != int(value)):
+        return refused(f"{option} is {value!r}, which DeepSpeed does not take or stumbles over")
+    return Outcome("emulated", "the same", values={f"schedule.{knob}": value})
 
 
 @rule("schedule.warmup-range", "Where the warm-up begins and ends.")
@@ -344,6 +476,8 @@ def _schedule_option(source: Source, leaf: Leaf) -> Outcome:
         if isinstance(leaf.value, int | float) and 0 <= leaf.value <= 1:
             return Outcome("emulated", "the same", values={f"schedule.{knob}": leaf.value})
         return refused(f"{option} should lie between 0 and 1")
+    if name in (CYCLE, RANGE):
+        return _own_option(source, name, option)
     if name in TORCH:
         return exact("the same option", **{f"schedule__options__{option}": leaf.value})
     if name in WARMUP:

@@ -62,14 +62,25 @@ fixed("speed.graphs", "performance-only", "trainer.compile=true is the nearest")
 fixed("checkpoint.asynchronous", "performance-only", "checkpoint.mode=async writes beside training")
 fixed("checkpoint.layout", "performance-only", "the layout of files; ours load at any world size")
 fixed("checkpoint.tags", "performance-only", "ranks always agree on a checkpoint")
-fixed("checkpoint.masters", "exact", "a checkpoint holds fp32 masters")
-fixed("checkpoint.gathered", "exact", "`checkpoint export` writes one file of whole weights")
+fixed(
+    "checkpoint.gathered",
+    "performance-only",
+    "`checkpoint export` writes whole weights",
+)
 refused_unless(
     "checkpoint.universal",
     (False,),
     "loading a universal checkpoint of DeepSpeed",
     off="off",
 )
+
+
+@rule("checkpoint.masters", "Masters from a checkpoint, or from the rounded weights in it.")
+def _masters(source: Source, leaf: Leaf) -> Outcome:
+    if leaf.value:
+        return exact("a checkpoint holds fp32 masters, and a run goes on from them")
+    return approximate("a run goes on from fp32 masters, DeepSpeed from the rounded weights")
+
 
 fixed("activations.tuning", "dead", "configures deepspeed.checkpointing, and switches nothing on")
 

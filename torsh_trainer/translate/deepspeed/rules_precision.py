@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torsh_trainer.translate.deepspeed import job
+from torsh_trainer.translate.deepspeed import job, versions
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
@@ -82,7 +82,7 @@ _BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 @rule("precision.autocast-dtype", "The dtype of autocast.")
 def _autocast_dtype(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value in _FP16 + _BF16:
-        return exact("chosen with torch_autocast.enabled")
+        return approximate("as torch_autocast.enabled")
     return refused(f"autocast in {leaf.value} is not in this release")
 
 
@@ -98,14 +98,17 @@ def _overflow(source: Source, leaf: Leaf) -> Outcome:
             "the default of versions before 0.19.6 is not known for certain: taken as true",
             trainer__on_nonfinite="skip",
         )
-    if job.stage(source) == 3 or not leaf.value:
+    stage = job.stage(source)
+    if stage == 3 and source.options.version < versions.NEWEST:
         return approximate(
-            "DeepSpeed goes on with gradients that are not finite; here, too",
+            "whether stage 3 of this version goes on is not known for certain: taken as that",
             trainer__on_nonfinite="continue",
         )
-    return exact(
-        "a step with gradients that are not finite is skipped", trainer__on_nonfinite="skip"
-    )
+    if leaf.value or stage in (0, 3):
+        why = "a step with gradients that are not finite is skipped"
+        why += f", at stage {stage} whatever this says" if stage in (0, 3) else ""
+        return exact(why, trainer__on_nonfinite="skip")
+    return exact("steps with gradients that are not finite count", trainer__on_nonfinite="continue")
 
 
 @rule("precision.half-masters", "Masters, gradients or moments in half precision.")
@@ -118,7 +121,7 @@ def _half_masters(source: Source, leaf: Leaf) -> Outcome:
 @rule("precision.inputs", "Casting the inputs of the model.")
 def _inputs(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value:
-        return exact("inputs of floating point are cast")
+        return approximate("inputs of floating point are cast, as there; nothing proves it yet")
     return approximate("inputs are cast here; DeepSpeed leaves that to the script")
 
 
@@ -230,7 +233,10 @@ def _hysteresis(source: Source, leaf: Leaf) -> Outcome:
     if _static(source):
         return dead("the scale is fixed")
     if job.stage(source) == 0:
-        return exact("stage 0 ignores it", precision__loss_scaling__hysteresis=1)
+        return approximate(
+            "stage 0 ignores it, and divides by a scale by which it has not multiplied",
+            precision__loss_scaling__hysteresis=1,
+        )
     return exact(
         "the first overflows leave the scale alone, a growth restores that patience",
         precision__loss_scaling__hysteresis=max(1, leaf.value),

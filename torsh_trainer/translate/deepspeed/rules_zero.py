@@ -18,36 +18,46 @@ from torsh_trainer.translate.deepspeed.rules import (
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
-_UNUSED = "; a parameter that no forward reaches stays, where DeepSpeed's optimizer decays it"
-
 
 @rule("zero.stage", "Stage 0 is ddp, 1 ddp with a sharded optimizer, 2 and 3 are fsdp.")
 def _stage(source: Source, leaf: Leaf) -> Outcome:
     stage = job.stage(source)
-    values: dict[str, Any]
     if job.strategy(source) == "ddp":
-        why = (
-            "every process holds the whole model"
-            + ("; the optimizer state is sharded" if stage == 1 else "")
-            + _UNUSED
-        )
-        values = {"strategy.zero1": stage == 1}
-        if source.reproduces and source.get("zero_optimization.ignore_unused_parameters"):
+        why = "every process holds the whole model"
+        why += "; the optimizer state is sharded" if stage == 1 else ""
+        values: dict[str, Any] = {"strategy.zero1": stage == 1}
+        if source.reproduces:
             values["strategy.find_unused_parameters"] = True
         if job.compresses(source):
             values["strategy.overlap"] = False  # what is owed to an unused parameter would be lost
-        return Outcome("exact", why, choices={"strategy": "ddp"}, values=values)
+        return _with_unused(source, why, "ddp", values)
     values = {"strategy.reshard_after_forward": stage == 3}
     why = {
         1: "with the optimizer offloaded: parameters stay gathered between forward and backward",
         2: "parameters stay gathered between forward and backward",
         3: "parameters are gathered block by block",
     }[stage]
-    why += _UNUSED
     if stage >= 2 and (job.accumulates(source) or job.holds_low(source)):
         values["strategy.reduce_every_micro_batch"] = True
         why += "; every micro-batch is reduced, as DeepSpeed does"
-    return Outcome("exact", why, choices={"strategy": "fsdp"}, values=values)
+    return _with_unused(source, why, "fsdp", values)
+
+
+def _with_unused(source: Source, why: str, option: str, values: dict[str, Any]) -> Outcome:
+    """The strategy, and what becomes of parameters that no forward reaches."""
+    choices = {"strategy": option}
+    if not source.reproduces:
+        why += (
+            "; a parameter that no forward reaches stays, where DeepSpeed's decay and momentum "
+            "move it"
+        )
+        return Outcome("approximate", why, choices, values)
+    why += "; parameters that no forward reaches are stepped as if their gradient were zero"
+    values["strategy.zero_unused"] = True
+    if job.precision(source) == "fp32" and job.stage(source) > 0:
+        why += "; a step with gradients that are not finite is skipped"
+        values["trainer.on_nonfinite"] = "skip"
+    return Outcome("emulated", why, choices, values)
 
 
 def _short_form(source: Source, leaf: Leaf) -> Outcome:
@@ -68,7 +78,7 @@ def _reduce_bucket(source: Source, leaf: Leaf) -> Outcome:
     bytes_each = 2 if job.precision(source) in ("bf16", "fp16") else 4
     return faster(
         f"elements of {bytes_each} bytes",
-        strategy__bucket_cap_mb=round(leaf.value * bytes_each / 2**20, 3),
+        strategy__bucket_cap_mb=max(0.001, round(leaf.value * bytes_each / 2**20, 3)),
     )
 
 
@@ -97,12 +107,18 @@ def _overlap(source: Source, leaf: Leaf) -> Outcome:
 
 @rule("zero.unused", "Parameters without a gradient.")
 def _unused(source: Source, leaf: Leaf) -> Outcome:
-    if leaf.value:
-        return approximate(
-            "DeepSpeed updates them as if their gradient were zero: momentum and decay move them; "
-            "here they stay"
+    if not leaf.value and job.stage(source) == 2:
+        return approximate("DeepSpeed raises on them in stage 2; fsdp passes over them")
+    if source.reproduces:
+        return Outcome(
+            "emulated",
+            "stepped as if their gradient were zero",
+            values={"strategy.zero_unused": True},
         )
-    return approximate("DeepSpeed raises on them in stage 2; ddp does, too, fsdp passes over them")
+    return approximate(
+        "DeepSpeed steps them as if their gradient were zero: momentum and decay move them; "
+        "here they stay"
+    )
 
 
 @rule("zero.mics", "MiCS: shards within groups, replicas over them.")
@@ -113,8 +129,9 @@ def _mics(source: Source, leaf: Leaf) -> Outcome:
         return dead("is read in stage 3 alone")
     if source.world_size is not None and source.world_size % leaf.value:
         return refused(f"{source.world_size} processes do not divide into groups of {leaf.value}")
-    return exact(
-        "shards within groups of so many processes, and replicas over them",
+    return approximate(
+        "shards within groups of so many processes, and replicas over them: the same mean, summed "
+        "in two parts; it is proved against no engine, since 0.19.8 has removed MiCS",
         strategy__shard_size=leaf.value,
     )
 
@@ -183,11 +200,12 @@ fixed("zero.inherent", "performance-only", "the native strategies need no switch
 def _offload(source: Source, what: str, *, active: bool, stages: str) -> Outcome:
     if not active:
         return dead(f"DeepSpeed offloads {what} in {stages} alone")
-    kernel = "DeepSpeed's CPUAdam and torch's Adam round differently"
-    return Outcome(
-        "approximate",
-        f"FSDP2 offloads parameters, gradients and optimizer state together; {kernel}",
-        values={"strategy.cpu_offload": True},
+    why = "FSDP2 offloads parameters, gradients and optimizer state together"
+    if not job.own_kernel(source):
+        return faster(f"{why}; torch steps them on both sides", strategy__cpu_offload=True)
+    return approximate(
+        f"{why}; DeepSpeed's kernel for the host and torch's round an update differently",
+        strategy__cpu_offload=True,
     )
 
 

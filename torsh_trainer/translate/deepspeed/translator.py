@@ -18,7 +18,7 @@ from torsh_trainer.translate.deepspeed import (
     rules_zero,
     versions,
 )
-from torsh_trainer.translate.deepspeed.rules import RULES, Outcome, Rule
+from torsh_trainer.translate.deepspeed.rules import RULES, Outcome, Rule, proofs
 from torsh_trainer.translate.deepspeed.rules_batch import solve
 from torsh_trainer.translate.deepspeed.source import ELSEWHERE, Leaf, Options, Source, source_of
 from torsh_trainer.translate.deepspeed.tables import dtypes_of, memory_of
@@ -206,7 +206,12 @@ def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome, *, given: bool) -> Find
         rule=chosen.id,
         engine_takes=outcome.engine_takes and not removed,
         given=given,
+        proved_by=proofs().get(chosen.id, ()) if outcome.verdict in _PROVED else (),
     )
+
+
+_PROVED = ("exact", "emulated", "performance-only")
+"""Verdicts that say that numbers are the same."""
 
 
 def _shown(leaf: Leaf) -> Any:
