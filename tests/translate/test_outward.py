@@ -558,6 +558,7 @@ def test_what_cannot_be_written_is_one_error(capsys, recipe, words, said):
 
 def test_a_recipe_of_the_repository_is_translated_by_its_name(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
     code, out, _ = door(capsys, "digits", "--to", "deepspeed")
     assert code == 11
     assert "DeepSpeed's file has no Cosine" in out
