@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Processes of the parallel part of the tests: one more than cores, for they wait a lot.
-JOBS ?= 3
+# Processes of the parallel part of the tests.
+JOBS ?= 2
 PLUGINS := plugins/deepspeed plugins/horovod plugins/mpi
 COMMA := ,
 
