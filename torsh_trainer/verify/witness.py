@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torsh_trainer.callbacks.base import Callback, RunInfo, StepReport
 from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.membership import Membership
 from torsh_trainer.strategies.base import Engine, FlatShard, Job, Mesh, Strategy
 from torsh_trainer.verify.record import FACTS, ROWS, Arrays, parameters_file
 from torsh_trainer.world import World
@@ -154,6 +155,9 @@ class Watched(Strategy):
 
     def comm_options(self, options: CommOptions) -> CommOptions:
         return self.inner.comm_options(options)
+
+    def membership(self, world: World, options: CommOptions) -> Membership:
+        return self.inner.membership(world, options)
 
     def mesh(self, world: World) -> Mesh:
         return self.inner.mesh(world)
