@@ -23,18 +23,18 @@ class Outcome:
 
 def exact(why: str, **settings: Any) -> Outcome:
     """The same numbers; ``settings`` with ``__`` for a dot."""
-    return Outcome("exact", why, values=_dotted(settings))
+    return Outcome("exact", why, values=dotted(settings))
 
 
 def approximate(why: str, *, engine_takes: bool = True, **settings: Any) -> Outcome:
     """Not the same, as ``why`` says."""
-    values = _dotted(settings)
+    values = dotted(settings)
     return Outcome("approximate", why, values=values, engine_takes=engine_takes)
 
 
 def faster(why: str, **settings: Any) -> Outcome:
     """Speed and memory alone."""
-    return Outcome("performance-only", why, values=_dotted(settings))
+    return Outcome("performance-only", why, values=dotted(settings))
 
 
 def dead(why: str, *, engine_takes: bool = True) -> Outcome:
@@ -47,5 +47,6 @@ def refused(why: str, *, engine_takes: bool = True) -> Outcome:
     return Outcome("refused", why, engine_takes=engine_takes)
 
 
-def _dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Names with a dot for each ``__``."""
     return {name.replace("__", "."): value for name, value in settings.items()}

@@ -30,8 +30,8 @@ def recipe_of(plan: Plan) -> str:
             f"  - override /{group}: {plan.choices[group]}" for group in _groups(plan.choices)
         ]
         parts.append("defaults:\n" + "\n".join(chosen))
-    nested = _nested(plan.values)
-    parts += [_yaml({name: nested[name]}) for name in _groups(nested)]
+    groups = nested(plan.values)
+    parts += [_yaml({name: groups[name]}) for name in _groups(groups)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -62,15 +62,16 @@ def _rank(name: str) -> int:
     return _ORDER.index(name) if name in _ORDER else 0
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as dicts in one another."""
+    content: dict[str, Any] = {}
     for dotted, value in values.items():
         *parents, name = dotted.split(".")
-        node = nested
+        node = content
         for parent in parents:
             node = node.setdefault(parent, {})
         node[name] = value
-    return nested
+    return content
 
 
 class _Dumper(yaml.SafeDumper):

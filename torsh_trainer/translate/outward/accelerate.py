@@ -22,11 +22,11 @@ from torsh_trainer.translate.outward.native import (
     enter_scripts,
     exact,
     faster,
-    nested,
     off,
     refused,
 )
 from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.recipe import nested
 
 VERSION = "1.15"
 """The release of Accelerate that was read."""

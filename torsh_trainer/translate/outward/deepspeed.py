@@ -19,11 +19,11 @@ from torsh_trainer.translate.outward.native import (
     enter_scripts,
     exact,
     faster,
-    nested,
     off,
     refused,
 )
 from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.recipe import nested
 
 TABLE = Table("deepspeed")
 REPLICATED = ("DDP", "Single", "Auto", "Gloo", "NCCL", "MPI")

@@ -9,6 +9,7 @@ from typing import Any
 from torsh_trainer import __version__
 from torsh_trainer.translate.deepspeed.versions import NEWEST, Version
 from torsh_trainer.translate.nodes import Place
+from torsh_trainer.translate.outcomes import dotted
 from torsh_trainer.translate.plan import Finding, Ledger, Plan, Verdict
 
 GROUPS = (
@@ -218,17 +219,17 @@ def _text(value: Any) -> str:
 
 def exact(why: str, **values: Any) -> Outcome:
     """The same numbers; ``values`` with ``__`` for a dot."""
-    return Outcome("exact", why, _dotted(values))
+    return Outcome("exact", why, dotted(values))
 
 
 def approximate(why: str, **values: Any) -> Outcome:
     """Not the same, as ``why`` says."""
-    return Outcome("approximate", why, _dotted(values))
+    return Outcome("approximate", why, dotted(values))
 
 
 def faster(why: str, **values: Any) -> Outcome:
     """Speed and memory alone."""
-    return Outcome("performance-only", why, _dotted(values))
+    return Outcome("performance-only", why, dotted(values))
 
 
 def dead(why: str) -> Outcome:
@@ -239,22 +240,6 @@ def dead(why: str) -> Outcome:
 def refused(why: str, *, script: str = "") -> Outcome:
     """The other file cannot hold it; ``script`` is what does it in the script instead."""
     return Outcome("refused", why, becomes=f"in the script: {script}" if script else "")
-
-
-def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.replace("__", "."): value for name, value in values.items()}
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as dicts in one another."""
-    content: dict[str, Any] = {}
-    for dotted, value in values.items():
-        *parents, name = dotted.split(".")
-        node = content
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return content
 
 
 SCRIPTS = (

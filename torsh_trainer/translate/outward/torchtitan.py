@@ -21,11 +21,11 @@ from torsh_trainer.translate.outward.native import (
     enter_scripts,
     exact,
     faster,
-    nested,
     off,
     refused,
 )
 from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.recipe import nested
 
 VERSION = "0.2.2"
 """The release of torchtitan that was read."""
