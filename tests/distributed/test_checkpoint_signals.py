@@ -181,6 +181,7 @@ def place(tmp_path: Path) -> Iterator[Callable[[str], Place]]:
         one.close()
 
 
+@pytest.mark.timeout(500)  # a run in many parts, beside other tests
 def test_a_run_stopped_amid_saves_and_evaluations_goes_on_bit_for_bit(
     place: Any, warm_door: Any
 ) -> None:
