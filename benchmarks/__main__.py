@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures, prints, and writes the tables of docs/benchmarks.md."""
+"""``python -m benchmarks``: measures, prints, and writes the tables of docs/benchmarks.md and others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from benchmarks import (
     step_cost,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "benchmarks.md"
+OTHER_PAGES = {"h": DOCS / "engines.md"}
+"""Where the table of a part stands, if not on the page of benchmarks."""
 PEERS = (
     "torch",
     "lightning",
@@ -82,10 +85,11 @@ def main() -> None:
         section = f"{part.text(found)}\n\n{_setting(options.device)}"
         print(f"{section}\n\n{json.dumps(found)}", flush=True)
         if not options.quick and options.device == "cpu":
-            PAGE.write_text(
-                with_part(PAGE.read_text(encoding="utf-8"), letter, section), encoding="utf-8"
+            page = OTHER_PAGES.get(letter, PAGE)
+            page.write_text(
+                with_part(page.read_text(encoding="utf-8"), letter, section), encoding="utf-8"
             )
-            print(f"written to {PAGE.name}", file=sys.stderr)
+            print(f"written to {page.name}", file=sys.stderr)
 
 
 def with_part(page: str, letter: str, section: str) -> str:
