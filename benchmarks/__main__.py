@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures, prints, and writes the tables of docs/benchmarks.md and others."""
+"""``python -m benchmarks``: measures, prints, and writes the tables of the pages."""
 
 from __future__ import annotations
 
