@@ -155,6 +155,7 @@ def _rank(world: World, case: Case, contender: Contender, blocks: int, folder: P
         wrapped = DistributedDataParallel(model) if contender.exchanges else model
         loop = BareLoop(wrapped, iter(endless(data)))
         if not contender.exchanges:
+            comm.shares(1)  # opens the memory that ranks share: they meet there from now on
             loop.optimizer.register_step_pre_hook(lambda *_: comm.barrier())
         loop.run(steps)
         comm.close()

@@ -54,6 +54,19 @@ class Work(Protocol):
         """Blocks until the operation's tensors hold its result."""
 
 
+class Parts(Protocol):
+    """Tensors that are reduced over members together, each as soon as it can be.
+
+    In each round a member puts all of them, in any order, and then waits.
+    """
+
+    def put(self, number: int, values: Tensor) -> None:
+        """Takes this member's values of a tensor, of one dimension, for the result to replace."""
+
+    def wait(self) -> Any:
+        """Blocks until the results are there; collective."""
+
+
 class Communicator(abc.ABC):
     """Collectives among the processes of a job, or of a part of it.
 
@@ -163,6 +176,19 @@ class Communicator(abc.ABC):
 
     def make_stage(self, count: int, dtype: torch.dtype) -> None:  # noqa: B027 - few have a use
         """Says that tensors of so many elements will be reduced again and again; collective."""
+
+    def parts(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        op: Literal["sum", "mean"] = "sum",
+    ) -> Parts | None:
+        """Tensors of so many elements to be reduced together, again and again; collective.
+
+        None, on every member, where that has no advantage over ``all_reduce``.
+        """
+        return None
 
     def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
         """``count`` zeros that members have together: what one of them writes, all read.

@@ -6,14 +6,14 @@ import atexit
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from torsh_trainer.comm import attendance
-from torsh_trainer.comm.base import Communicator, Reduction, Work, check_mean
+from torsh_trainer.comm.base import Communicator, Parts, Reduction, Work, check_mean
 from torsh_trainer.comm.ending import destroy, settle
 from torsh_trainer.comm.failures import CommunicationError
 from torsh_trainer.errors import ConfigError, TorshError
@@ -183,6 +183,20 @@ class TorchCommunicator(Communicator):
         make = getattr(self.process_group, "make_stage", None)
         if make is not None and self.device.type == "cpu":
             make(count, dtype)
+
+    @_collective
+    def parts(
+        self,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        op: Literal["sum", "mean"] = "sum",
+    ) -> Parts | None:
+        make = getattr(self.process_group, "parts", None)
+        if make is None or self.device.type != "cpu":
+            return None
+        parts: Parts | None = make(sizes, dtype, self._op(op))
+        return parts
 
     @_collective
     def common(self, count: int, dtype: torch.dtype) -> Tensor | None:

@@ -7,6 +7,7 @@ up, and takes what they have added: DDP finds the mean in its own bucket, and ha
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Any
 
 import torch
@@ -15,14 +16,16 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.base import Communicator, Parts
+
+_Size = tuple[int, torch.dtype]
 
 
 def share_buckets(ddp: DistributedDataParallel, comm: Communicator) -> None:
     """Registers the hook if members of ``comm`` share memory; collective."""
     most = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
     if comm.shares(most):
-        hook = _SharedBuckets(comm, overlaps=_spare_processors(comm))
+        hook = _SharedBuckets(ddp, comm, overlaps=_spare_processors(comm))
         # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
         ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
 
@@ -38,34 +41,72 @@ def _spare_processors(comm: Communicator) -> bool:
 class _SharedBuckets:
     """A hook of DDP, which calls it for the same buckets in the same order on every rank.
 
-    Without ``overlaps`` the buckets wait for the last one. Where every processor computes, another
-    thread would take it from the backward that it runs beside.
+    Without ``overlaps`` no other thread is used: it would take a processor from the backward that
+    it runs beside. Once DDP has laid out the buckets for good they are copied while others fill.
     """
 
-    def __init__(self, comm: Communicator, *, overlaps: bool) -> None:
+    def __init__(self, ddp: DistributedDataParallel, comm: Communicator, *, overlaps: bool) -> None:
+        self._ddp = weakref.ref(ddp)
         self._comm = comm
         self._overlaps = overlaps
-        self._known: set[tuple[int, torch.dtype]] = set()
+        self._known: set[_Size] = set()
         self._waiting: list[tuple[Tensor, Future[Tensor]]] = []
+        self._reducer = 0
+        self._settled = False
+        self._parts: Parts | None = None
 
     @torch.no_grad()
     def __call__(self, bucket: Any) -> Future[Tensor]:
         flat = bucket.buffer()
+        if self._overlaps and not bucket.is_last():
+            self._stage(flat)
+            work = dist.all_reduce(flat, dist.ReduceOp.AVG, self._comm.process_group, async_op=True)
+            assert work is not None, "async_op gives one"
+            return work.get_future().then(lambda ended: ended.value()[0])
+        if bucket.index() == 0:
+            self._begin()
+        future: Future[Tensor] = Future()
+        self._waiting.append((flat, future))
+        if self._parts is not None:
+            self._parts.put(bucket.index(), flat)
+        if bucket.is_last():  # DDP waits from here on: cheapest in this thread
+            self._end()
+        return future
+
+    def _begin(self) -> None:
+        self._waiting.clear()  # what a backward that failed has left
+        ddp = self._ddp()
+        assert ddp is not None, "it calls this"
+        if self._reducer != id(ddp.reducer):  # it has been given another order; no reference: it
+            self._reducer = id(ddp.reducer)  # has one to this hook that nobody sees
+            self._parts, self._settled = None, False
+
+    def _end(self) -> None:
+        if self._parts is not None:
+            self._parts.wait()
+        for flat, future in self._waiting:
+            if self._parts is None:
+                self._stage(flat)
+                self._comm.all_reduce(flat, op="mean")
+            future.set_result(flat)
+        flats = [flat for flat, _ in self._waiting]
+        self._waiting.clear()
+        if not self._settled and not self._overlaps and self._has_last_layout():
+            self._settled = True
+            if len({flat.dtype for flat in flats}) == 1:
+                counts = [flat.numel() for flat in flats]
+                self._parts = self._comm.parts(counts, flats[0].dtype, op="mean")
+
+    def _has_last_layout(self) -> bool:
+        """Whether DDP keeps the buckets of this pass; the same on every rank."""
+        ddp = self._ddp()
+        assert ddp is not None, "it calls this"
+        if ddp.find_unused_parameters and not ddp.static_graph:
+            return True
+        return bool(getattr(ddp, "_has_rebuilt_buckets", False))
+
+    def _stage(self, flat: Tensor) -> None:
         size = flat.numel(), flat.dtype
         if size not in self._known:
             self._known.add(size)
             self._comm.make_stage(*size)
-        if self._overlaps and not bucket.is_last():
-            work = dist.all_reduce(flat, dist.ReduceOp.AVG, self._comm.process_group, async_op=True)
-            assert work is not None, "async_op gives one"
-            return work.get_future().then(lambda ended: ended.value()[0])
-        future: Future[Tensor] = Future()
-        if bucket.index() == 0:
-            self._waiting.clear()  # what a backward that failed has left
-        self._waiting.append((flat, future))
-        if bucket.is_last():  # DDP waits from here on: cheapest in this thread
-            for waiting, promise in self._waiting:
-                self._comm.all_reduce(waiting, op="mean")
-                promise.set_result(waiting)
-            self._waiting.clear()
-        return future

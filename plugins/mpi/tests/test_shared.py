@@ -34,6 +34,7 @@ from torsh_trainer.testing.cases import Driver, resume
 from torsh_trainer.testing.compare import same_resumed
 from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
 from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.zero1 import check_zero1
 
 MPI = replace(OPTIONS, backend="mpi")
 SIZES = (2, 4)
@@ -400,6 +401,10 @@ class TestRoom:
         assert second[4]
         assert not first[4] & second[4]
         assert first[5] == second[5], "the average"
+
+    @pytest.mark.parametrize("kind", [builtin.MPI, DDP])
+    def test_zero1_on_four_ranks_ends_where_all_of_them_step_everything(self, kind):
+        check_zero1(shared(4, options=MPI), kind(), kind(zero1=True))
 
     def test_nobody_trains_with_zero1_while_another_still_loads(self):
         def case(comm, slow):

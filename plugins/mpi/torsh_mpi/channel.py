@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torsh_mpi.agreement import Agreement
 from torsh_mpi.numbers import AVG, CODES, NATIVE, Reduction, combine
+from torsh_mpi.parts import Parts, open_parts
 from torsh_mpi.shared import MIN_COUNT, STAGED_COUNT, Room, open_room
 from torsh_mpi.staging import synchronise
 
@@ -153,6 +154,13 @@ class Channel:
         """``count`` zeros that all members read and write, or None on all of them."""
         room = self.room()
         return None if room is None else room.common(count, dtype)
+
+    def parts(self, sizes: Sequence[int], dtype: torch.dtype, kind: str) -> Parts | None:
+        """See there; None, on all members, where they share no memory or it is not worth it."""
+        room = self.room()
+        if room is None or sum(sizes) < MIN_COUNT or (dtype, kind) not in CODES:
+            return None
+        return open_parts(room, sizes, dtype, kind)
 
     def room(self) -> Room | None:
         """Where members on one host meet; opened, by all together, when it is first wanted."""

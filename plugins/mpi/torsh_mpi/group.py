@@ -29,6 +29,7 @@ from torsh_mpi.agreement import Agreement, described
 from torsh_mpi.channel import Channel
 from torsh_mpi.lane import Call, Lane
 from torsh_mpi.numbers import NATIVE, Reduction, check_reducible
+from torsh_mpi.parts import Parts
 from torsh_mpi.shared import Interrupted
 from torsh_mpi.staging import given, is_direct, put_back, synchronise, taken
 from torsh_mpi.watch import Attendance, Watched, watch
@@ -401,6 +402,20 @@ class MpiGroup(_TorchGroup):
         self._lane.run(call)
         return made[0]
 
+    def parts(self, sizes: Sequence[int], dtype: torch.dtype, op: Any) -> LaneParts | None:
+        """What members on one host reduce in parts, while these become ready; elsewhere None.
+
+        Collective.
+        """
+        kind = Reduction.of(op).kind
+        made: list[Parts | None] = []
+
+        def make() -> None:
+            made.append(self._channel.parts(sizes, dtype, kind))
+
+        self._lane.run(Call("parts", make, ()))
+        return None if made[0] is None else LaneParts(made[0], self._lane)
+
     # Names that torch before 2.13 calls, and some of its code still does.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -616,6 +631,19 @@ class MpiGroup(_TorchGroup):
             self._comm.Revoke()
             return True
         return ended
+
+
+class LaneParts:
+    """``Parts`` whose round ends in its turn among a group's collectives."""
+
+    def __init__(self, parts: Parts, lane: Lane) -> None:
+        self.put = parts.put
+        self._end = Call("all_reduce", parts.finish, ())
+        self._lane = lane
+
+    def wait(self) -> None:
+        """Returns when what was put is the reduction of what all members have put."""
+        self._lane.run(self._end)
 
 
 def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

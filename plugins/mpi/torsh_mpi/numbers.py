@@ -128,13 +128,15 @@ class Reduction:
         """From what torch passes: a ``ReduceOp`` or its type."""
         if op == _TORCH_SUM:  # nearly always, and asking for the kind takes a microsecond
             return _PLAIN_SUM
+        if op == _TORCH_AVG:
+            return _PLAIN[AVG]
         kind = _KINDS[getattr(op, "op", op)]
         if kind != PREMUL_SUM:
             return _PLAIN[kind]
         return cls(kind, op.factor)
 
 
-_TORCH_SUM = ReduceOp.SUM
+_TORCH_SUM, _TORCH_AVG = ReduceOp.SUM, ReduceOp.AVG
 _PLAIN = {kind: Reduction(kind) for kind in _KINDS.values()}
 _PLAIN_SUM = _PLAIN[SUM]
 

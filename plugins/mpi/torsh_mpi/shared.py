@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -34,16 +34,22 @@ from torsh_mpi.numbers import CODES, accumulate
 
 MIN_COUNT = 1 << 15
 """From so many elements on a tensor in the room is reduced faster than by messages."""
-STAGED_COUNT = 1 << 22
+STAGED_COUNT = 1 << 16
 """From so many elements on any other tensor is, too."""
-STAGE_BYTES = 1 << 20
-"""Of each member, for tensors that are not in the room; more where larger ones are announced."""
+PART_BYTES = 1 << 19
+"""What goes through the stage at once of a tensor that is not in the room."""
+STAGE_BYTES = 2 * PART_BYTES
+"""Of each member: two parts; more where larger tensors are announced."""
 PIECE = 1 << 16
 """Elements that are added up at once: what was written is still in the cache when it is copied."""
-_SPIN_S = 200e-6
-"""How long a member looks for the others before it sleeps, where each has a processor."""
+_SPIN_S = 5e-3
+"""How long a member looks for the others before it sleeps, where each has a processor: to wake one
+that sleeps in a virtual machine may take longer than all of a small all-reduce."""
+_ALONE_S = 100e-6
+"""How long before it offers the processor to whoever else may want it."""
 _SLICE_S = 1
-_LINE = 64  # bytes of a cache line; any libc's sem_t fits in
+LINE = 64
+"""Bytes of a cache line; any libc's sem_t fits in."""
 _WORDS = struct.Struct("4q")
 _OUTSIDE = -1
 _MOST_KNOWN = 64
@@ -64,6 +70,8 @@ class Room:
         self, comm: MPI.Intracomm, gate: Gate, stage: Segments, agreement: Agreement
     ) -> None:
         self.gate = gate
+        self.rank = comm.Get_rank()
+        self.members = comm.Get_size()
         self._comm = comm
         self._stage = stage
         self._agreement = agreement
@@ -79,7 +87,7 @@ class Room:
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         """``count`` zeros in the room, or outside where it has no place: collective."""
         self._count += 1
-        segments = _segments(self._comm, count * dtype.itemsize)
+        segments = self.segments(count * dtype.itemsize)
         if segments is None:
             return torch.zeros(count, dtype=dtype)
         self._counts.add(count)
@@ -91,7 +99,7 @@ class Room:
         """Has tensors of so many elements go through the stage in one part: collective."""
         size = count * dtype.itemsize
         if size > self._stage.stride:
-            stage = _segments(self._comm, size)
+            stage = self.segments(size)
             if stage is None:
                 return
             self._stage = stage
@@ -101,8 +109,20 @@ class Room:
     def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
         """``count`` zeros in one memory of all members, or None on all of them: collective."""
         size = max(1, count) * dtype.itemsize
-        memory = _in_memory(self._comm, size, lambda descriptor: mmap.mmap(descriptor, size))
+        memory = self.in_memory(size, lambda descriptor: mmap.mmap(descriptor, size))
         return None if memory is None else torch.frombuffer(memory, dtype=dtype, count=count)
+
+    def segments(self, size: int) -> Segments | None:
+        """Memory of ``size`` bytes for each member, or None on all of them: collective."""
+        return _segments(self._comm, size)
+
+    def in_memory(self, size: int, make: Callable[[int], _Made]) -> _Made | None:
+        """What ``make`` makes of a descriptor of ``size`` common bytes: collective."""
+        return _in_memory(self._comm, size, make)
+
+    def mismatch(self, words: str) -> Exception:
+        """The error of members that found out that they differ; called by all of them."""
+        return self._agreement.mismatch(words)
 
     @torch.inference_mode()  # a tensor may be written whatever autograd wants with it
     def all_reduce(self, tensor: Tensor, kind: str) -> bool:
@@ -117,20 +137,25 @@ class Room:
         flat = tensor.view(-1)
         count, dtype = flat.numel(), flat.dtype
         place, offset = self._find(flat)
-        whole = flat.nbytes in self._whole
-        parts = (flat,) if whole else flat.split(STAGE_BYTES // dtype.itemsize)
-        staged = whole or count >= STAGED_COUNT
+        staged = count >= STAGED_COUNT or flat.nbytes in self._whole
+        way = self._way(flat) if staged else []
         if staged and place == _OUTSIDE:
-            self._stage.copy_in(parts[0])
+            way[0].copy_in()
         said = self.gate.arrive(Said(place, offset, count, CODES[dtype, kind]))
-        if _differ(said):
+        if differ(said):
             raise self._agreement.mismatch(described("all_reduce", tensor, kind))
         if place != _OUTSIDE and said.count(said[0]) == len(said):
-            self._placed[place].reduce(flat, offset, kind)
+            share = self._placed[place].share(dtype, offset, count)
+            own = share.cut(flat)[1:-1]
+            share.reduce(own, own, kind)
             self.gate.arrive()
             return True
         if staged:
-            self._through_stage(parts, kind, mixed=any(w.place != _OUTSIDE for w in said))
+            if any(words.place != _OUTSIDE for words in said):
+                if place != _OUTSIDE:
+                    way[0].copy_in()
+                self.gate.arrive()
+            self._through_stage(way, kind)
         return staged
 
     def meet(self) -> None:
@@ -140,18 +165,33 @@ class Room:
             Interrupted: the wait for the others was broken off.
             MismatchError: they reduce something.
         """
-        if _differ(self.gate.arrive(_NOTHING)):
+        if differ(self.gate.arrive(_NOTHING)):
             raise self._agreement.mismatch("barrier")
 
-    def _through_stage(self, parts: tuple[Tensor, ...], kind: str, *, mixed: bool) -> None:
-        """Part by part; the first is there already, unless some member's lies in the room."""
-        for number, part in enumerate(parts):
-            if number or mixed:
-                self._stage.copy_in(part)
-                self.gate.arrive()
-            self._stage.reduce(part, 0, kind)
+    def _way(self, flat: Tensor) -> list[_Part]:
+        """The parts in which ``flat`` goes through the stage, which has room for two at a time."""
+        stage, dtype = self._stage, flat.dtype
+        if flat.nbytes in self._whole:
+            return [_Part(stage.share(dtype, 0, flat.numel()), flat)]
+        return [
+            _Part(stage.share(dtype, number % 2 * PART_BYTES, part.numel()), part)
+            for number, part in enumerate(flat.split(PART_BYTES // dtype.itemsize))
+        ]
+
+    def _through_stage(self, way: Sequence[_Part], kind: str) -> None:
+        """Part by part; the first is there already. Between two meetings a part is reduced, the
+        one before it is taken out, and the one behind it takes its place."""
+        last: _Part | None = None
+        for number, part in enumerate(way, start=1):
+            if last is not None:
+                last.copy_out()
+            part.reduce(kind)
+            if number < len(way):
+                way[number].copy_in()
             self.gate.arrive()
-            self._stage.copy_out(part)
+            last = part
+        if last is not None:
+            last.copy_out()
 
     def _find(self, flat: Tensor) -> tuple[int, int]:
         """The number of the segments that ``flat`` lies in, and from which byte on."""
@@ -161,6 +201,24 @@ class Room:
             if 0 <= offset <= segments.stride - size:
                 return number, offset
         return _OUTSIDE, 0
+
+
+class _Part:
+    """A part of a tensor on its way through a stage."""
+
+    def __init__(self, share: Share, part: Tensor) -> None:
+        self._share = share
+        self._cuts = share.cut(part)
+
+    def copy_in(self) -> None:
+        self._share.copy_in(self._cuts)
+
+    def copy_out(self) -> None:
+        self._share.copy_out(self._cuts)
+
+    def reduce(self, kind: str) -> None:
+        own = self._cuts[1:-1]
+        self._share.reduce(own, own, kind)
 
 
 class Said(NamedTuple):
@@ -175,7 +233,7 @@ class Said(NamedTuple):
 _NOTHING = Said(_OUTSIDE, 0, 0, -1)
 
 
-def _differ(said: list[Said]) -> bool:
+def differ(said: list[Said]) -> bool:
     """Whether members do not do the same; where their tensors lie is their own affair."""
     return any(words[2:] != said[0][2:] for words in said)
 
@@ -186,13 +244,13 @@ class Segments:
     def __init__(self, descriptor: int, *, rank: int, members: int, stride: int) -> None:
         self.stride = stride
         self.begin = 0
-        self._rank = rank
+        self.rank = rank
         self._members = members
         whole = mmap.mmap(descriptor, members * stride)
         self._bytes = torch.frombuffer(whole, dtype=torch.uint8).view(members, stride)
         self._own: mmap.mmap | None = mmap.mmap(descriptor, stride, offset=rank * stride)
         self._lent: weakref.ref[mmap.mmap] | None = None
-        self._known: dict[tuple[torch.dtype, int, int], list[tuple[Tensor, ...]]] = {}
+        self._known: dict[tuple[torch.dtype, int, int], Share] = {}
 
     def lend(self, dtype: torch.dtype, count: int, back: Callable[[object], None]) -> Tensor:
         """This member's memory, mapped once more; ``back`` is called when nobody has it any more.
@@ -206,52 +264,67 @@ class Segments:
         self.begin = tensor.data_ptr()
         return tensor
 
-    def copy_in(self, part: Tensor) -> None:
-        """Puts here what the others will reduce of ``part``."""
-        for here, there in self._of_others(part):
-            here.copy_(there)
+    def rows(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """The first ``count`` elements of everybody's memory, by rank."""
+        return [row[: count * dtype.itemsize].view(dtype) for row in self._bytes.unbind()]
 
-    def copy_out(self, part: Tensor) -> None:
-        """Takes from here what the others have reduced of ``part``."""
-        for here, there in self._of_others(part):
-            there.copy_(here)
-
-    def reduce(self, own: Tensor, offset: int, kind: str) -> None:
-        """This member's share of what begins at byte ``offset`` everywhere, for everybody.
-
-        ``own`` is what this member gives, and gets its share at once; it may lie here as well.
-        """
-        begin, end = self._bounds(own.numel())
-        mine = own[begin:end].split(PIECE)
-        for piece, others in zip(mine, self._share(own, offset), strict=True):
-            accumulate([*others[: self._rank], piece, *others[self._rank :]], kind, piece)
-            for other in others:
-                other.copy_(piece)
-
-    def _share(self, own: Tensor, offset: int) -> list[tuple[Tensor, ...]]:
-        """The pieces of this member's share, each as it lies in the others' memory."""
-        key = own.dtype, offset, own.numel()
-        pieces = self._known.get(key)
-        if pieces is None:
-            begin, end = self._bounds(own.numel())
-            rows = [row for member, row in enumerate(self._bytes) if member != self._rank]
-            parts = [row[offset : offset + own.nbytes].view(own.dtype)[begin:end] for row in rows]
-            pieces = list(zip(*(part.split(PIECE) for part in parts), strict=True))
+    def share(self, dtype: torch.dtype, offset: int, count: int) -> Share:
+        """This member's share of ``count`` elements from byte ``offset`` on."""
+        key = dtype, offset, count
+        share = self._known.get(key)
+        if share is None:
+            end = offset + count * dtype.itemsize
+            rows = [row[offset:end].view(dtype) for row in self._bytes.unbind()]
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = pieces
-        return pieces
+            share = self._known[key] = Share(rows, rank=self.rank)
+        return share
 
-    def _of_others(self, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """In this member's memory and in ``part``: what is not this member's share."""
-        begin, end = self._bounds(part.numel())
-        here = self._bytes[self._rank, : part.nbytes].view(part.dtype)
-        yield here[:begin], part[:begin]
-        yield here[end:], part[end:]
 
-    def _bounds(self, count: int) -> tuple[int, int]:
-        """From which element to which this member's share goes."""
-        return count * self._rank // self._members, count * (self._rank + 1) // self._members
+class Share:
+    """What one member reduces of a stretch that every member has in ``rows``, for all of them.
+
+    A tensor of that length is ``cut`` first: into what lies before the share, its pieces, and what
+    lies behind.
+    """
+
+    def __init__(self, rows: Sequence[Tensor], *, rank: int) -> None:
+        members, count = len(rows), rows[0].numel()
+        begin, end = bounds(count, rank, members)
+        own, others = rows[rank], [row for member, row in enumerate(rows) if member != rank]
+        self._rank = rank
+        self._others = list(zip(*(row[begin:end].split(PIECE) for row in others), strict=True))
+        pieces = [piece.numel() for piece in own[begin:end].split(PIECE)]
+        self._cuts = [begin, *pieces, count - end]
+        outside = ((0, own[:begin]), (-1, own[end:]))
+        self._outside = [(cut, place) for cut, place in outside if place.numel()]
+
+    def cut(self, flat: Tensor) -> Sequence[Tensor]:
+        """``flat`` in pieces."""
+        return flat.split(self._cuts)
+
+    def copy_in(self, cuts: Sequence[Tensor]) -> None:
+        """Puts here what the others will reduce."""
+        for cut, place in self._outside:
+            place.copy_(cuts[cut])
+
+    def copy_out(self, cuts: Sequence[Tensor]) -> None:
+        """Takes from here what the others have reduced."""
+        for cut, place in self._outside:
+            cuts[cut].copy_(place)
+
+    def reduce(self, given: Sequence[Tensor], into: Sequence[Tensor], kind: str) -> None:
+        """Pieces of the share: what this member gives, and where it gets the result."""
+        rank = self._rank
+        for mine, result, others in zip(given, into, self._others, strict=True):
+            accumulate([*others[:rank], mine, *others[rank:]], kind, result)
+            for other in others:
+                other.copy_(result)
+
+
+def bounds(count: int, rank: int, members: int) -> tuple[int, int]:
+    """From which to which of ``count`` elements the share of a member goes."""
+    return count * rank // members, count * (rank + 1) // members
 
 
 class Gate:
@@ -270,8 +343,8 @@ class Gate:
         self._turn = 0
         self._memory = mmap.mmap(descriptor, self.size(members))
         self._start = ctypes.c_char.from_buffer(self._memory)
-        first = ctypes.addressof(self._start) + _LINE * (1 + 2 * members)
-        every = [ctypes.c_void_p(first + _LINE * member) for member in range(members)]
+        first = ctypes.addressof(self._start) + LINE * (1 + 2 * members)
+        every = [ctypes.c_void_p(first + LINE * member) for member in range(members)]
         self._mine = every[rank]
         self._others = every[:rank] + every[rank + 1 :]
         if rank == 0:
@@ -281,7 +354,7 @@ class Gate:
     @staticmethod
     def size(members: int) -> int:
         """Bytes: a line for the mark of an end; for each member two of words, and a semaphore."""
-        return _LINE * (1 + 3 * members)
+        return LINE * (1 + 3 * members)
 
     def arrive(self, said: Said | None = None) -> list[Said]:
         """Returns when all have arrived, with what each of them has said.
@@ -293,13 +366,20 @@ class Gate:
         Raises:
             Interrupted: somebody broke it off.
         """
-        begin = _LINE * (1 + self._turn * self._members)
+        self.enter(said)
+        return self.leave(said)
+
+    def enter(self, said: Said | None) -> None:
+        """The first half of ``arrive``: tells the others."""
         if said is not None:
-            _WORDS.pack_into(self._memory, begin + _LINE * self._rank, *said)
+            _WORDS.pack_into(self._memory, self._place(self._turn) + LINE * self._rank, *said)
             self._turn = 1 - self._turn
         self._check()
         for other in self._others:
             _libc.sem_post(other)
+
+    def leave(self, said: Said | None) -> list[Said]:
+        """The second half: waits for them."""
         self.waiting = True
         try:
             for _ in self._others:
@@ -309,7 +389,8 @@ class Gate:
         self._check()
         if said is None:
             return []
-        places = range(begin, begin + _LINE * self._members, _LINE)
+        begin = self._place(1 - self._turn)
+        places = range(begin, begin + LINE * self._members, LINE)
         return [Said(*_WORDS.unpack_from(self._memory, place)) for place in places]
 
     def break_off(self) -> bool:
@@ -321,15 +402,22 @@ class Gate:
                 _libc.sem_post(semaphore)
         return waiting
 
+    def _place(self, turn: int) -> int:
+        """From which byte on the words of a turn lie."""
+        return LINE * (1 + turn * self._members)
+
     def _wait(self, *, spins: bool) -> None:
         """Takes a post."""
         if _libc.sem_trywait(self._mine) == 0:
             return
         if spins and self._spin_s:
-            end_s = time.perf_counter() + self._spin_s
-            while time.perf_counter() < end_s:
+            began_s = now_s = time.perf_counter()
+            while now_s - began_s < self._spin_s:
                 if _libc.sem_trywait(self._mine) == 0:
                     return
+                now_s = time.perf_counter()
+                if now_s - began_s > _ALONE_S:
+                    os.sched_yield()
         limit = _Time(int(time.time()) + 1 + _SLICE_S, 0)
         while _libc.sem_timedwait(self._mine, ctypes.byref(limit)) != 0:
             self._check()  # and Python answers signals
