@@ -303,10 +303,10 @@ class Rank:
     def _resume(self) -> None:
         if self.origin is None:
             return
-        loop, path = self.loop, self.origin.path
         if self.membership.kept is not None:
             self._go_on(self.origin)
             return
+        loop, path = self.loop, self.origin.path
         self.engine.expect(self.origin.plain.get("engine", {}))
         template = loop.state(template=self.trains)
         resumption = self._compared(self.checkpointer.compare(template, path))
@@ -320,13 +320,39 @@ class Rank:
             _tell(resumption.comparison)
 
     def _go_on(self, origin: Origin) -> None:
-        """From what the processes of an earlier attempt have kept in memory."""
+        """From what the processes of an earlier attempt have kept in memory.
+
+        Raises:
+            ConfigError: these processes cannot; what was kept is on disk then, where saving is on.
+        """
         before = {name: fact for name, fact in origin.setup.items() if name != "world_size"}
-        comparison = compare(before, self.setup, allow=self.trainer.checkpoint.allow)
-        comparison.check(f"kept in memory for {origin.path}")
-        template = self.loop.state(template=True)
+        try:
+            comparison = compare(before, self.setup, allow=self.trainer.checkpoint.allow)
+            comparison.check(f"kept in memory for {origin.path}")
+            template = self.loop.state(template=True)
+        except ConfigError as error:  # on all ranks alike: they have the same configuration
+            if not (self.trains and self.trainer.checkpoint.saves):
+                raise
+            raise self._left(origin, error) from error
         self.loop.load(laid(origin.plain, like={"engine": template["engine"]}))
         _tell(comparison)
+
+    def _left(self, origin: Origin, error: ConfigError) -> ConfigError:
+        """``error``, once what was kept in memory for this attempt is on disk."""
+        state = dict(origin.plain)
+        saves, step, loop = state.pop("saves"), origin.position.step, state["loop"]
+        path = saves["path"]
+        if saves["at"] < step:
+            self._facts.setdefault("strategy", self._chosen.name)
+            measured = loop["metrics"] if loop["evaluated_at"] == step else {}
+            path = str(self.checkpointer.save(step, state, measured))
+            self.checkpointer.close()
+        return type(error)(
+            error.sentence,
+            fix=f"{error.fix}; step {step} is in {path}, from which checkpoint.resume=auto goes on "
+            "in the same run directory",
+            **error.facts,
+        )
 
     def _compared(self, fit: Fit) -> Resumption:
         """What to load; a refusal on any rank is raised on every rank."""

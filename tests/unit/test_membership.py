@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.local import Local
 from torsh_trainer.membership import Membership, Snapshot
+from torsh_trainer.strategies.base import Mesh
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing.resuming import SentenceTask, differences
 from torsh_trainer.testing.tiny import TinyModelOptions
@@ -78,6 +79,16 @@ class Breaking(Single):
         return Broken(self.steps, every=2)
 
 
+@dataclass(frozen=True)
+class Growing(Breaking):
+    """One process that then counts for three."""
+
+    sizes: Iterator[int] = field(default_factory=lambda: iter((1, 3)))
+
+    def mesh(self, world: World) -> Mesh:
+        return replace(super().mesh(world), dp=next(self.sizes))
+
+
 class Seen(Callback):
     """The steps that were done, in order."""
 
@@ -88,12 +99,20 @@ class Seen(Callback):
         self.steps.append(report.step)
 
 
-def trained(folder: Path, strategy: Single, seen: Callback) -> tuple[Any, dict[str, Any]]:
+EVERY_OTHER = CheckpointOptions(every_steps=2, keep_last=2)
+
+
+def trained(
+    folder: Path,
+    strategy: Single,
+    seen: Callback,
+    checkpoint: CheckpointOptions = EVERY_OTHER,
+) -> tuple[Any, dict[str, Any]]:
     trainer = Trainer(
         task=SentenceTask(TinyModelOptions(dropout=0.3), optimizers="both"),
         strategy=strategy,
         loading=Loading(batch_size=8),
-        checkpoint=CheckpointOptions(every_steps=2, keep_last=2),
+        checkpoint=checkpoint,
         callbacks=[seen],
         run_dir=folder,
         max_steps=STEPS,
@@ -120,6 +139,27 @@ def test_what_was_kept_in_memory_goes_on_to_the_same_end_bit_for_bit(tmp_path):
     assert ours[1] == theirs[1]
     assert "error" not in json.loads((tmp_path / "broken" / "result.json").read_text())
     assert not list((tmp_path / "broken").glob("result.*.json"))  # the directory was made once
+
+
+def test_what_was_kept_is_on_disk_when_other_processes_cannot_go_on(tmp_path):
+    theirs = trained(tmp_path / "plain", Single(), Seen())
+    folder, every = tmp_path / "broken", CheckpointOptions(every_steps=3, keep_last=2)
+    with pytest.raises(ConfigError) as refusal:
+        trained(folder, Growing(steps=(5,)), Seen(), every)
+    place = folder / "checkpoints" / "step-00000004"
+    assert "data.batch_size=8 does not divide over" in str(refusal.value)
+    assert f"step 4 is in {place}, from which checkpoint.resume=auto goes" in str(refusal.value)
+    assert json.loads((folder / "result.json").read_text())["error"]
+    ours = trained(folder, Single(), Seen(), replace(EVERY_OTHER, resume="auto"))
+    assert differences(ours[0], theirs[0]) == []
+    assert ours[1] == theirs[1]
+
+
+def test_nothing_is_left_on_disk_where_nothing_is_to_be_saved(tmp_path):
+    with pytest.raises(ConfigError) as refusal:
+        trained(tmp_path, Growing(steps=(5,)), Seen(), CheckpointOptions(at_end=False))
+    assert str(refusal.value).endswith("data.batch_size=6 or 9 would")
+    assert not (tmp_path / "checkpoints").exists()
 
 
 # -- where processes come and go -------------------------------------------------------------------

@@ -297,11 +297,11 @@ def test_auto_in_a_scheduler_is_the_optimizers_rate_and_the_updates_of_the_run(w
         schedule.start({"main": optimizers[0]}, total=None)
 
 
-@pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "Muon"])
+@pytest.mark.parametrize("kind", ["Lamb", "Lion", "OneBitAdam", "Muon"])
 def test_an_optimizer_that_only_deepspeed_has_is_refused_by_name_with_the_reason(kind, write):
     optimizer = AdamW([torch.nn.Parameter(torch.zeros(2))])
     config = DeepSpeedConfig.from_file(write({"optimizer": {"type": kind}}))
-    with pytest.raises(Unsupported, match=rf"line 3: optimizer.type: {kind} (is|takes|looks)"):
+    with pytest.raises(Unsupported, match=rf"line 3: optimizer.type: {kind} (has|is|takes|looks)"):
         check_optimizer(config, optimizer)
 
 
@@ -336,6 +336,11 @@ def test_a_file_that_does_not_parse_is_told_as_such(text, words, write):
 def test_a_file_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=r"nowhere\.json cannot be read: No such file"):
         DeepSpeed(config="nowhere.json").settings()
+
+
+def test_a_kernel_for_an_optimizer_that_torch_has_not_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match=r"optimizer=cpu_lion .* Lion has no twin in torch"):
+        DeepSpeed(optimizer="cpu_lion")
 
 
 @pytest.mark.parametrize("knobs", [{"stage": 4}, {"offload_param": "nvme"}, {"optimizer": "adam"}])

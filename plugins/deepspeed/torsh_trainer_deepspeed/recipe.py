@@ -480,7 +480,7 @@ def check_optimizer(config: DeepSpeedConfig, optimizer: Optimizer) -> None:
 
 _NOT_HERE = {
     "lamb": "takes norms of whole parameters, which ZeRO cuts, and DeepSpeed has it for CUDA alone",
-    "lion": "has no twin in torch that a recipe could name",
+    "lion": "has no twin in torch, with which another strategy could go on from its checkpoint",
     "muadam": "needs the package mup, and a model built with it",
     "muadamw": "needs the package mup, and a model built with it",
     "musgd": "needs the package mup, and a model built with it",

@@ -98,9 +98,7 @@ class DeepSpeed(Strategy):
                 offers = ", ".join("null" if one is None else str(one) for one in known)
                 raise ConfigError(
                     f"strategy.{name}={value} is not one of {offers}",
-                    fix="take cpu: on NVMe the state lies in swap files, which no checkpoint holds"
-                    if value == "nvme"
-                    else "see `strategy=deepspeed` in the plugin's README",
+                    fix=_INSTEAD.get(value, "see `strategy=deepspeed` in the plugin's README"),
                 )
 
     def mesh(self, world: World) -> Mesh:
@@ -302,6 +300,15 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": (None, "torch", *_TWINS),
     "unknown_keys": ("error", "warn"),
 }
+
+
+_NO_LION = "Lion has no twin in torch, with which another strategy could go on from its checkpoint"
+_INSTEAD = {
+    "nvme": "take cpu: on NVMe the state lies in swap files, which no checkpoint holds",
+    "cpu_lion": f"take cpu_adam: {_NO_LION}",
+    "fused_lion": f"take fused_adam: {_NO_LION}",
+}
+"""What to do instead of a value that is refused for a reason of its own."""
 
 
 def _deep(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,10 +22,12 @@ from torsh_trainer.testing.tiny import TinyTask
 from torsh_trainer.world import World
 
 LIMIT_S = 240
+PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}
+"""Who waits until Horovod gives up waits longer than a test may take."""
 RECIPE = (
     "+recipe=digits",
-    "data.batch_size=64",
-    "data.micro_batch_size=16",  # the same micro-batches on any number of processes
+    "data.batch_size=96",
+    "data.micro_batch_size=16",  # the same micro-batches on one to three processes
     "trainer.max_steps=60",
     "trainer.log_every=5",
     "trainer.stages=[fit]",
@@ -64,10 +66,13 @@ class Hosts(Callback):
 
 
 class Death(Hosts):
-    """Rank 0 of two dies."""
+    """A third comes, and rank 0 dies."""
+
+    changes = {20: "localhost:1\\n127.0.0.1:1\\n127.1:1"}
 
     def on_step(self, report):
-        if report.step == 25 and self.place == (0, 2):
+        super().on_step(report)
+        if report.step == 35 and self.place == (0, 3):
             os.kill(os.getpid(), signal.SIGKILL)
 '''
 
@@ -78,7 +83,7 @@ def typed(folder: Path, *words: str) -> str:
     with subprocess.Popen(
         words,
         cwd=folder,
-        env={**os.environ, "PATH": here},
+        env={**os.environ, **PATIENT, "PATH": here},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,17 +98,17 @@ def typed(folder: Path, *words: str) -> str:
     return said
 
 
-def elastic(folder: Path, hosts: str, event: str, *, processes: int) -> str:
+def elastic(folder: Path, hosts: str, event: str, *more: str, processes: int, most: int) -> str:
     """A run in Horovod's elastic mode on those hosts, to which ``event`` happens."""
     (folder / "events.py").write_text(EVENTS)
     (folder / "hosts.txt").write_text(hosts)
     script = folder / "hosts.sh"
     script.write_text(f"#!/bin/sh\ncat {folder}/hosts.txt\n")
     script.chmod(0o755)
-    job = HorovodElasticConfig(min_workers=1, max_workers=2, initial_workers=processes)
+    job = HorovodElasticConfig(min_workers=1, max_workers=most, initial_workers=processes)
     train = (sys.executable, "-m", "torsh_trainer", *RECIPE, "strategy=horovod")
     event = f"+callbacks.event._target_=events.{event}"
-    line = job.horovodrun(*train, event, discovery=str(script), network_interface="lo")
+    line = job.horovodrun(*train, event, *more, discovery=str(script), network_interface="lo")
     return typed(folder, *line)
 
 
@@ -140,7 +145,8 @@ def check_as_undisturbed(folder: Path, undisturbed: Path) -> None:
 
 
 def test_a_process_comes_and_goes_and_no_sample_is_lost_or_seen_twice(tmp_path, undisturbed):
-    said = elastic(tmp_path, "localhost:1", "Hosts", processes=1)
+    traced = "strategy.timeline=timeline.json"
+    said = elastic(tmp_path, "localhost:1", "Hosts", traced, processes=1, most=2)
     check_as_undisturbed(tmp_path, undisturbed)
     changed = {"cause": "the hosts changed", "steps_again": 0}
     assert result(tmp_path)["resets"] == [
@@ -150,15 +156,18 @@ def test_a_process_comes_and_goes_and_no_sample_is_lost_or_seen_twice(tmp_path, 
     assert said.count("the hosts changed after step 20: 1 processes were at work, and 2 go on") == 1
     assert said.count("the hosts changed after step 40: 2 processes were at work, and 1 go on") == 1
     assert "localhost[1] has been removed from elastic job" in said
+    for name in ("timeline.1.json", "timeline.2.json", "timeline.json"):  # of each attempt
+        assert json.loads((tmp_path / name).read_text())
 
 
-def test_when_rank_0_is_killed_the_other_goes_on_from_what_was_kept(tmp_path, undisturbed):
-    said = elastic(tmp_path, "localhost:1\n127.0.0.1:1", "Death", processes=2)
+def test_of_three_processes_two_go_on_when_rank_0_is_killed(tmp_path, undisturbed):
+    said = elastic(tmp_path, "localhost:1\n127.0.0.1:1", "Death", processes=2, most=3)
     check_as_undisturbed(tmp_path, undisturbed)
     assert result(tmp_path)["resets"] == [
-        {"cause": "a process was lost", "from": 2, "to": 1, "step": 20, "steps_again": 5}
+        {"cause": "the hosts changed", "from": 2, "to": 3, "step": 20, "steps_again": 0},
+        {"cause": "a process was lost", "from": 3, "to": 2, "step": 30, "steps_again": 5},
     ]
-    assert "go on from step 20, doing 5 steps again" in said
+    assert "go on from step 30, doing 5 steps again" in said
 
 
 # -- what it refuses -------------------------------------------------------------------------------
@@ -174,6 +183,7 @@ HERE = World(size=2, local_size=2, source="horovod", elastic=True)
         ({"backward_passes_per_step": 2}, "auto", "backward_passes_per_step=2 while"),
         ({}, "mpi", "comm.backend=mpi while processes come and go"),
         ({}, "nccl", "comm.backend=nccl while processes come and go"),
+        ({"autotune": True}, "auto", "autotune while processes come and go"),
     ],
 )
 def test_what_depends_on_the_processes_is_refused_where_they_come_and_go(knobs, backend, words):
@@ -188,6 +198,17 @@ def both_set(comm: Any) -> str:
         runtime.start_elastic(knobs.variables)
     except ConfigError as error:
         return str(error)
+    return ""
+
+
+def tuned_by_horovodrun(comm: Any) -> str:
+    os.environ["HOROVOD_AUTOTUNE"] = "1"
+    try:
+        runtime.start_elastic({})
+    except ConfigError as error:
+        return str(error)
+    finally:
+        del os.environ["HOROVOD_AUTOTUNE"]
     return ""
 
 
@@ -206,6 +227,7 @@ def test_settings_that_horovod_does_not_survive_and_what_processes_owe_are_refus
     with RankPool(1) as ranks:
         assert "fusion_threshold_mb and strategy.cycle_time_ms are both" in ranks.run(both_set)[0]
         assert "compression=topk while processes come and go" in ranks.run(compressing)[0]
+        assert "HOROVOD_AUTOTUNE (horovodrun --autotune)" in ranks.run(tuned_by_horovodrun)[0]
 
 
 # -- in a script -----------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ import gc
 import logging
 import os
 import pickle
-import socket
-import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -43,6 +41,7 @@ from torsh_trainer.errors import ResourceError
 from torsh_trainer.membership import Membership, Snapshot
 from torsh_trainer.world import World
 from torsh_trainer_horovod import runtime
+from torsh_trainer_horovod.connections import Connections, Watch
 
 if TYPE_CHECKING:
     from torsh_trainer_horovod.strategy import Horovod
@@ -53,6 +52,9 @@ T = TypeVar("T")
 CHANGED, LOST = "the hosts changed", "a process was lost"
 IDLE = 3
 """So many attempts in a row without a step mean that something else is wrong."""
+
+MEETING_S = 60.0
+"""How long the processes of an attempt look for one another; Horovod has just brought them here."""
 
 _PART_BYTES = 2**26
 _ENDED = "Horovod has not been initialized"  # what its calls say once it has ended by itself
@@ -84,12 +86,14 @@ class ElasticMembership(Membership):
     def __init__(self, knobs: Horovod, options: CommOptions) -> None:
         self._every = knobs.elastic_keep_every
         self._interface = os.environ.get("HOROVOD_GLOO_IFACE") or None
-        self._patience_s = options.startup_timeout_s
-        self._hvd = runtime.start_elastic(knobs.variables)
+        self._patience_s = min(options.startup_timeout_s, MEETING_S)
+        self._horovods, self._group = Connections(), Connections()
+        with self._horovods.made():
+            self._hvd = runtime.start_elastic(knobs.variables)
         self._carried = _Carried()
         self._member = _Member(self)
         self._comm: Communicator | None = None
-        self._connections: list[socket.socket] = []
+        self._timeline = os.environ.get("HOROVOD_TIMELINE") or None
         self._idle = 0
         self._began_s = time.monotonic()
         self._news = ""
@@ -107,12 +111,15 @@ class ElasticMembership(Membership):
         world = self._world()
         self._note(world)
         self._began_s = time.monotonic()
+        watch = Watch(self._hvd, self._horovods, self._group)
         over: RuntimeError
         try:
             return attempt(world)
-        except HostsUpdatedInterrupt as error:
+        except HostsUpdatedInterrupt:
             self._ended(CHANGED)
-            over = HostsUpdatedInterrupt(error.skip_sync)
+            # Never without telling one another first, as Horovod would where it has heard of
+            # removed hosts alone: others may have been added since, and those wait to be told.
+            over = HostsUpdatedInterrupt(False)
         except Exception as error:
             if not self.survives(error):
                 if isinstance(error, HorovodInternalError):  # which Horovod's loop would survive
@@ -121,7 +128,11 @@ class ElasticMembership(Membership):
             self._ended(LOST)
             self._idle += 1
             over = HorovodInternalError(str(error))
+        finally:
+            watch.close()
         gc.collect()  # the model, which the error held until here, makes room for the next
+        self._stop()
+        self._put_trace_aside()
         raise over
 
     def _given_up(self, error: Exception) -> CommunicationError:
@@ -134,14 +145,10 @@ class ElasticMembership(Membership):
 
     def _ended(self, cause: str) -> None:
         self._comm = None
-        for connection in self._connections:
+        for connections in (self._horovods, self._group):
             if cause == LOST:
-                # Those that wait for this process in the group notice. Leaving it is not enough:
-                # gloo does not always close its connections then, and has no other way to abort.
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-        self._connections = []
+                connections.cut()  # who waits for this process notices; so does Horovod's thread
+            connections.let_go()
         self._carried.cause = cause
         self._carried.spent_s += time.monotonic() - self._began_s
 
@@ -165,9 +172,37 @@ class ElasticMembership(Membership):
             )
         carried.cause, carried.size = "", world.size
 
+    def _stop(self) -> None:
+        """Ends Horovod, as its loop is about to; that starts it anew and calls ``share``."""
+        self._hvd.shutdown()
+        self._horovods.begin()
+
+    def _put_trace_aside(self) -> None:
+        """Gives what Horovod has traced another name, for a trace begins anew when Horovod does.
+
+        Nobody writes the next one before all that go on have come here.
+        """
+        if self._timeline is not None:
+            path, number = Path(self._timeline), len(self._carried.resets) + 1
+            with contextlib.suppress(OSError):  # another host has it, or another process was first
+                path.rename(path.with_suffix(f".{number}{path.suffix}"))
+
     def share(self) -> None:
-        """Everybody takes what rank 0 has carried here."""
-        self._carried = _from_main(self._hvd, self._carried)
+        """Everybody takes what rank 0 has carried here.
+
+        Raises:
+            HorovodInternalError: a process was lost meanwhile.
+        """
+        self._horovods.end()
+        try:
+            self._carried = _from_main(self._hvd, self._carried)
+        except (HorovodInternalError, ValueError) as error:
+            if isinstance(error, ValueError) and _ENDED not in str(error):
+                raise
+            self._horovods.cut()
+            self._horovods.let_go()
+            self._stop()
+            raise HorovodInternalError(str(error)) from error
 
     # -- in an attempt ---------------------------------------------------------------------------
 
@@ -175,14 +210,17 @@ class ElasticMembership(Membership):
         self, world: World, options: CommOptions, device: torch.device, *, process_group: bool
     ) -> Communicator:
         interface = options.network_interface or self._interface
-        options = replace(options, backend="gloo", network_interface=interface)
-        before = _sockets()
+        options = replace(
+            options,
+            backend="gloo",
+            network_interface=interface,
+            startup_timeout_s=self._patience_s,
+        )
         try:
-            self._comm = create(world, options, device, store=self._store(world))
+            with self._group.made():
+                self._comm = create(world, options, device, store=self._store(world))
         except (ResourceError, RuntimeError) as error:
             raise HorovodInternalError(str(error)) from error
-        finally:
-            self._connections = _connections(_sockets() - before)
         return self._comm
 
     def _store(self, world: World) -> TCPStore | None:
@@ -276,7 +314,7 @@ class _Member(State):
         super().__init__(bcast_object=membership.told_by_main, get_rank=None)
 
     def sync(self) -> None:
-        """Before an attempt, unless processes were removed alone."""
+        """Before an attempt."""
         self._membership.share()
 
     def save(self) -> None:
@@ -284,29 +322,6 @@ class _Member(State):
 
     def restore(self) -> None:
         """An attempt begins from what was kept anyway."""
-
-
-def _sockets() -> set[int]:
-    """The descriptors of this process that are sockets."""
-    found = set()
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # that of the folder itself is closed by now
-            if stat.S_ISSOCK(os.fstat(int(path.name)).st_mode):
-                found.add(int(path.name))
-    return found
-
-
-def _connections(numbers: set[int]) -> list[socket.socket]:
-    """The connections among these descriptors, each under another one that is ours to close."""
-    found = []
-    for number in numbers:
-        with contextlib.suppress(OSError):  # another thread has closed it meanwhile
-            one = socket.socket(fileno=os.dup(number))
-            if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                one.close()  # one that listens: gloo ends the process when it is shut down
-            else:
-                found.append(one)
-    return found
 
 
 def _from_main(hvd: Any, value: Any) -> Any:

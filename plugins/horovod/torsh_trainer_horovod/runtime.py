@@ -47,11 +47,7 @@ when Horovod is started anew and both are set by then.
 
 
 ELASTIC_TIMEOUT_S = "60"
-"""How long Horovod waits for a process that comes to have loaded torch (30 s by default).
-
-And for one that has gone back to the start when another was lost: where three processes and more
-are at work, some do not notice it before.
-"""
+"""How long Horovod waits for a process that comes to have loaded torch (30 s by default)."""
 
 
 @dataclass
@@ -153,6 +149,12 @@ def start_elastic(variables: Mapping[str, str]) -> Any:
             "Horovod's elastic mode starts it anew, which it does not survive once "
             "strategy.fusion_threshold_mb and strategy.cycle_time_ms are both set",
             fix="leave one of them (or horovodrun's option of that name) out",
+        )
+    if os.environ.get("HOROVOD_AUTOTUNE", "0") != "0":  # strategy.autotune is refused before
+        raise ConfigError(
+            "Horovod's elastic mode with HOROVOD_AUTOTUNE (horovodrun --autotune): each process "
+            "counts the samples by itself, and those who come would not agree with the others",
+            fix="leave it out, and set what it found in a run of its own",
         )
     os.environ.update(variables)
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", ELASTIC_TIMEOUT_S)

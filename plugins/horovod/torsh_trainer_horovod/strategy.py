@@ -220,6 +220,13 @@ class Horovod(Strategy):
                 f"comm.backend={options.backend} {here}: only gloo notices that one is gone",
                 use="set comm=auto",
             )
+        if self.autotune:
+            raise self.refuse(
+                f"autotune {here}: each process counts the samples by itself, and those who come "
+                "would not agree with the others",
+                use="look for the settings in a run of its own (strategy.autotune_log), and set "
+                "them here",
+            )
         if self.op != "average":
             raise self.refuse(
                 f"op={self.op} {here}: the step would follow their number",
