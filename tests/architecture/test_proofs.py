@@ -6,16 +6,24 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.translate.deepspeed import translator
-from torsh_trainer.translate.deepspeed.rules import RULES, proofs
+import pytest
+
+from torsh_trainer.translate.deepspeed import rules as deepspeed_rules
+from torsh_trainer.translate.deepspeed import translator as deepspeed
+from torsh_trainer.translate.horovod import rules as horovod_rules
+from torsh_trainer.translate.horovod import translator as horovod
+from torsh_trainer.translate.proofs import ENGINES, proofs
 
 
-def test_the_table_is_what_the_tests_say(repository: Path, run_command: Any) -> None:
+def test_the_tables_are_what_the_tests_say(repository: Path, run_command: Any) -> None:
     command = [sys.executable, "-m", "torsh_trainer.testing.proofs", "--check"]
     done = run_command(command, cwd=repository)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_rule_that_is_proved_is_a_rule() -> None:
-    assert translator.RULE_MODULES  # which enter the rules
-    assert set(proofs()) <= set(RULES)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_rule_that_is_proved_is_a_rule(engine: str) -> None:
+    assert deepspeed.RULE_MODULES  # which enter the rules
+    assert horovod.RULE_MODULES
+    rules = {"deepspeed": deepspeed_rules.RULES, "horovod": horovod_rules.RULES}
+    assert set(proofs(engine)) <= set(rules[engine])

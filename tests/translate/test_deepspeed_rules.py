@@ -192,6 +192,14 @@ class TestPrecision:
             assert finding_of(exact, key).verdict == "emulated"
             assert finding_of(clean, key).verdict == "approximate"
 
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_clean_leaves_a_job_in_fp32_as_it_is_since_it_has_no_quirks(self, plan_of, stage):
+        config = {"zero_optimization": {"stage": stage}, **adam(torch_adam=True)}
+        exact, clean = (plan_of(config, mode=mode) for mode in ("exact", "clean"))
+        # torch's fused kernels round otherwise: which is left out, as roundings are
+        assert {**clean.values, "optimizer.fused": False} == exact.values
+        assert clean.exit_code == 0
+
     def test_stage_0_takes_a_phantom_step_at_the_optimizers_rate(self, plan_of, finding_of):
         plan = plan_of({"bf16": {"enabled": True}, **adam(lr=0.25, torch_adam=True)})
         assert plan.values["trainer.phantom_lr"] == 0.25

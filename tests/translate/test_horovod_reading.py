@@ -130,6 +130,43 @@ def test_a_launch_line_is_read_with_the_script_and_the_settings_that_it_names(jo
     assert (rate.file, rate.line) == ("train.py", 18)
 
 
+def test_a_hostfile_is_read_from_beside_the_line_and_its_slots_are_counted(write):
+    write("first slots=4\nsecond slots=4\n", "hosts.txt")
+    path = write("horovodrun -np 6 --hostfile hosts.txt python a.py", "run.sh")
+    plan = translate(path)
+    [hosts] = findings(plan, "hosts")
+    assert (hosts.file, hosts.line, hosts.value) == ("hosts.txt", 1, "first:4,second:4")
+    [same] = [f for f in translate("", Options(command=INLINE)).findings if f.key == "-H"]
+    assert (hosts.verdict, hosts.why) == (same.verdict, same.why)
+    assert [f.rule for f in findings(plan, "--hostfile")] == ["launch.hostfile"]
+    # four slots suffice, and nothing runs elsewhere
+    few = translate(write("horovodrun -np 4 --hostfile hosts.txt python a.py", "run.sh"))
+    assert findings(few, "hosts")[0].verdict == "approximate"
+    assert few.values["launcher.num_processes"] == 4
+
+
+INLINE = "horovodrun -np 6 -H first:4,second:4 python a.py"
+WRONG_HOSTS = {
+    "": ("hosts.txt:1:1: no host stands in it", "add HOST slots=N"),
+    "a slots=2\n\nb slots=2\n": ("hosts.txt:2:1: '' is not HOST slots=N", "nor empty lines"),
+    "# mine\na slots=2\n": ("hosts.txt:1:1: '# mine' is not HOST slots=N", "neither remarks"),
+    "a:2\n": ("'a:2' is not HOST slots=N", "correct it"),
+    "a slots=two\n": ("'a slots=two' is not HOST slots=N", "correct it"),
+    "a slots=0\n": ("'a slots=0' is not HOST slots=N", "correct it"),
+    "a slots=2\nb slots=1\n": ("run.sh:1:12: -np 4 is more than the 3 slots of hosts.txt", "few"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG_HOSTS)
+def test_a_wrong_hostfile_is_an_error_with_its_place(write, text):
+    words, fix = WRONG_HOSTS[text]
+    write(text, "hosts.txt")
+    with pytest.raises(ConfigError) as caught:
+        translate(write("horovodrun -np 4 -hostfile hosts.txt python a.py", "run.sh"))
+    assert words in str(caught.value)
+    assert fix in caught.value.fix
+
+
 def test_a_script_and_its_line_may_be_given_apart(job, tmp_path):
     command = "horovodrun -np 4 python train.py --base-lr 0.5"
     plan = translate(tmp_path / "train.py", Options(command=command))
@@ -234,6 +271,8 @@ WRONG = {
     "horovodrun -np $NP python a.py": ("only a shell knows $NP", "--set NP=VALUE"),
     "horovodrun -np 2 'a": ("a quotation mark ' that nothing closes", "close it"),
     "horovodrun -np 2 a\nhorovodrun -np 4 a": ("stands there 2 times, in lines 1, 2", "keep one"),
+    "horovodrun -np 4 -H a:2,b:1 a": ("-np 4 is more than the 3 slots of -H", "ask for fewer"),
+    "horovodrun -np 2 --hostfile no.txt a": ("--hostfile no.txt: there is no such file", "where"),
     "horovodrun -np 2 --config-file no.yaml a": ("no.yaml: there is no such file", "where it is"),
     "HOROVOD_CYCLE_TIME=fast horovodrun -np 2 a": ("HOROVOD_CYCLE_TIME should be a number", "corr"),
     "HOROVOD_CYCLETIME=1 horovodrun -np 2 a": ("reads no variable HOROVOD_CYCLETIME", "--lenient"),

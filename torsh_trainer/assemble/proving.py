@@ -37,6 +37,8 @@ _RANKS = 2
 """Processes of a trial where nothing says how many."""
 _SUBJECT = {"_target_": "torsh_trainer.verify.subject.Subject"}
 _MICRO_BATCH = 4  # of the built-in model
+_STEPS_PER_EPOCH = 2
+"""Of the built-in model, where the script's scheduler steps once an epoch: so that it does."""
 _EXACT_RANKS = 2
 """Up to so many, the sum of gradients is the same in either order."""
 
@@ -162,13 +164,15 @@ class _Trial:
     def _with_subject(
         self, config: Config, translation: Translation, choices: Mapping[str, str]
     ) -> Config:
-        low = choices.get("precision", "fp32") != "fp32"
+        low = choices.get("precision", "fp32").endswith("_true")
         steps = _accumulation(translation, self.ranks)
         batch = {
             "micro_batch_size": _MICRO_BATCH,
             "batch_size": _MICRO_BATCH * steps * self.ranks,
         }
-        task = {**_SUBJECT, "batch_norm": not low}
+        task: Config = {**_SUBJECT, "batch_norm": not low}
+        if translation.values.get("schedule.interval") == "epoch":
+            task["samples"] = _STEPS_PER_EPOCH * batch["batch_size"]
         return {**config, "task": task, "model": None, "data": {**batch, "drop_last": True}}
 
     def planned(self, entry: Entry) -> tuple[Config, int]:
@@ -178,9 +182,12 @@ class _Trial:
             return config, self.ranks
         trainer = {**config["trainer"], "on_nonfinite": "continue", "phantom_lr": None}
         trainer |= {"max_grad_norm": None, "max_grad_value": None, "ema_decay": None}
-        original = f"torsh_trainer_{self._engine}.original.Original"
-        strategy = {"_target_": original, "config": self._content, "sgd_lr": None}
-        bare = {"strategy": strategy, "precision": None, "compression": None, "schedule": None}
+        module = f"torsh_trainer_{self._engine}.original"
+        strategy = {"_target_": f"{module}.Original", "config": self._content, "sgd_lr": None}
+        # A script that steps its scheduler after its loop has to be told that this has ended.
+        by_epoch = self._content.get("interval") == "epoch"
+        schedule = {"_target_": f"{module}.Epochs"} if by_epoch else None
+        bare = {"strategy": strategy, "precision": None, "compression": None, "schedule": schedule}
         return {**config, **bare, "trainer": trainer}, self.ranks
 
 

@@ -20,6 +20,19 @@ class Outcome:
     becomes: str = ""
     engine_takes: bool = True
 
+    @property
+    def said(self) -> str:
+        """What it becomes, as the command line would say it."""
+        choices = [f"{group}={option}" for group, option in self.choices.items()]
+        values = [f"{key}={_text(value)}" for key, value in self.values.items()]
+        return self.becomes or " ".join([*choices, *values])
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    return str(value)
+
 
 def exact(why: str, **settings: Any) -> Outcome:
     """The same numbers; ``settings`` with ``__`` for a dot."""

@@ -58,14 +58,14 @@ class SubjectModel(nn.Module):
 
 
 class _Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self) -> None:
+    def __init__(self, samples: int) -> None:
         generator = torch.Generator().manual_seed(0)
-        shape = (SAMPLES, LENGTH)
+        shape = (samples, LENGTH)
         self.inputs = torch.randint(VOCABULARY, shape, generator=generator)
         self.targets = torch.randint(VOCABULARY, shape, generator=generator)
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.inputs)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
@@ -74,23 +74,26 @@ class _Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 class SubjectData(DataSource):
     """Samples of random tokens, the same everywhere."""
 
-    def __init__(self) -> None:
-        self.train = _Tokens()
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.train = _Tokens(samples)
 
 
 class Subject(Task):
-    """Cross-entropy of every token. ``batch_norm`` False leaves that layer out.
-
-    DeepSpeed keeps buffers in fp32 beside parameters in bf16, which torch's BatchNorm cannot take
-    on a CPU.
+    """Cross-entropy of every token. ``samples`` make an epoch; ``batch_norm`` False leaves that
+    layer out: DeepSpeed keeps buffers in fp32 beside parameters in bf16, which torch's BatchNorm
+    cannot take on a CPU.
     """
 
     def __init__(
-        self, optimizer: OptimizerSpec = OptimizerSpec(), *, batch_norm: bool = True
+        self,
+        optimizer: OptimizerSpec = OptimizerSpec(),
+        *,
+        batch_norm: bool = True,
+        samples: int = SAMPLES,
     ) -> None:
         self.optimizer = optimizer
         self.batch_norm = batch_norm
-        self.data = SubjectData()
+        self.data = SubjectData(samples)
 
     def build_model(self) -> nn.Module:
         return SubjectModel(batch_norm=self.batch_norm)

@@ -8,143 +8,44 @@ are a rounding of fp32 apart, since the norm is summed up in another order.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import hydra
 import pytest
 import torch
-from omegaconf import OmegaConf
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import nn
+from torch.nn import functional as F
 from torsh_trainer_deepspeed.original import Original
 
-from torsh_trainer import registry
-from torsh_trainer.comm.base import Communicator
-from torsh_trainer.comm.local import LocalCommunicator
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.pace import Pace
-from torsh_trainer.precision import LossScaling, Precision
-from torsh_trainer.strategies.base import BatchPlan, Clip, Job, MicroBatch, Strategy
+from torsh_trainer.strategies.base import Clip
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.state import whole_state
+from torsh_trainer.testing.trial import (
+    FP32_BOUND,
+    SAMPLES,
+    STEPS,
+    Curve,
+    Run,
+    beyond,
+    furthest,
+    loss_apart,
+    moved,
+    run_of,
+    trained,
+)
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import filled, translate
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.verify.subject import LENGTH, VOCABULARY, Subject
 
 CONF = Path(__file__).parents[3] / "conf"
-SAMPLES, STEPS = 3, 5
 START_S = 400.0  # importing DeepSpeed on a busy machine
 
-FP32_BOUND = 1e-6
-"""Relative to the largest element: 16 units in the last place."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one of the two sides is told."""
-
-    strategy: Strategy
-    accumulate: int
-    batch_norm: bool
-    precision: Precision = Precision()
-    clip: Clip = Clip()
-    phantom_lr: float | None = None
-    optimizer: OptimizerSpec = OptimizerSpec()
-    schedule: Any = None
-    skips: bool = False
-    infinite_at: int | None = None  # a step whose loss is
-
-
-class Curve(NamedTuple):
-    losses: list[list[float]]  # of this rank, by step and micro-batch
-    norms: list[float]
-    scales: list[float | None]
-    rates: list[float]
-    parameters: list[dict[str, torch.Tensor]]  # whole, before the first step and after each
-
-
-class Infinite(Subject):
-    """Loses ``factor`` times as much."""
-
-    factor = 1.0
-
-    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
-        return super().loss(outputs, batch) * self.factor
-
-
-def micro_batches(step: int, comm: Communicator, accumulate: int) -> list[MicroBatch]:
-    found = []
-    for k in range(accumulate):
-        place = (step * comm.world.size + comm.world.rank) * accumulate + k
-        generator = torch.Generator().manual_seed(place)
-        tokens = torch.randint(VOCABULARY, (2, SAMPLES, LENGTH), generator=generator)
-        found.append(MicroBatch((tokens[0], tokens[1]), float(SAMPLES), rng_key=place))
-    return found
-
-
-def trained(comm: Communicator, run: Run) -> Curve:
-    """A few steps, driven as the loop does."""
-    task = Subject(run.optimizer, batch_norm=run.batch_norm)
-    if run.infinite_at is not None:
-        task = Infinite(run.optimizer, batch_norm=run.batch_norm)
-
-    def build_model() -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return task.build_model()
-
-    size = SAMPLES * run.accumulate * comm.world.size
-    job = Job(
-        task=task,
-        build_model=build_model,
-        batch=BatchPlan(size, SAMPLES, run.accumulate, comm.world.size),
-        precision=run.precision,
-        clip=run.clip,
-        phantom_lr=run.phantom_lr,
-        skip_nonfinite=run.skips or run.precision.scales_loss,
-    )
-    engine = run.strategy.prepare(job, comm)
-    pace = Pace(run.schedule, engine.optimizers, total=STEPS)
-    curve, updates = Curve([], [], [], [], []), 0
-
-    def look() -> None:
-        # Buffers are each rank's own until they are shared: not compared.
-        names = {name for name, _ in engine.model.named_parameters()}
-        state = {n: v for n, v in engine.state_dict()["model"].items() if n in names}
-        whole = whole_state(state, comm)
-        curve.parameters.append({n: v.detach().double().clone() for n, v in whole.items()})
-
-    look()
-    for step in range(STEPS):
-        engine.zero_grad()
-        pace.before_update(updates)
-        if isinstance(task, Infinite):
-            task.factor = float("inf") if step == run.infinite_at else 1.0
-        rate = pace.learning_rate
-        report = engine.forward_backward(
-            micro_batches(step, comm, run.accumulate), float(size), task
-        )
-        outcome = engine.step(run.clip, measure_norm=True)
-        assert outcome.grad_norm is not None
-        curve.losses.append([float(loss) for loss, _ in report.parts])
-        curve.norms.append(float(outcome.grad_norm))
-        curve.scales.append(engine.last_step().get("loss_scale"))
-        curve.rates.append(engine.last_step().get("lr", rate))
-        if not outcome.skipped:
-            pace.after_update()
-            updates += 1
-        look()
-    engine.close()
-    return curve
-
-
-SGD = {"type": "SGD", "params": {"lr": 0.5}}
+LR = 0.5
+SGD = {"type": "SGD", "params": {"lr": LR}}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}
 
 
@@ -171,49 +72,29 @@ def plan_of(config: dict[str, Any], ranks: int) -> Plan:
 
 
 def native(config: dict[str, Any], ranks: int) -> Run:
-    """What the translation says, as objects: the options of conf/ with its values in them."""
-    plan = plan_of(config, ranks)
-
-    def node(group: str, default: str) -> dict[str, Any]:
-        chosen = OmegaConf.load(CONF / group / f"{plan.choices.get(group, default)}.yaml")
-        for key, value in plan.values.items():
-            if key.startswith(f"{group}."):
-                name = key.partition(".")[2]
-                OmegaConf.update(chosen, name, value, force_add=name.startswith("options."))
-        made: Any = OmegaConf.to_container(chosen)
-        return {key: value for key, value in made.items() if key != "defaults"}
-
-    low: Any = plan.choices.get("precision", "fp32").partition("_")[0]
-    said = {k.partition(".")[2]: v for k, v in plan.values.items() if k.startswith("precision.")}
-    scaling = {k.partition(".")[2]: v for k, v in said.items() if k.startswith("loss_scaling.")}
-    own = {k: v for k, v in said.items() if "." not in k}
-    strategy = {k.partition(".")[2]: v for k, v in plan.values.items() if k[:9] == "strategy."}
-    return Run(
-        registry.strategy_class(plan.choices["strategy"])(**strategy),
-        config["gradient_accumulation_steps"],
-        batch_norm=low == "fp32",
-        precision=Precision(params=low, compute=low, loss_scaling=LossScaling(**scaling), **own),
-        clip=Clip(plan.values.get("trainer.max_grad_norm")),
-        phantom_lr=plan.values.get("trainer.phantom_lr"),
-        optimizer=OptimizerSpec.from_config(node("optimizer", "")),
-        schedule=hydra.utils.instantiate(node("schedule", "constant")),
-        skips=plan.values.get("trainer.on_nonfinite") == "skip",
-    )
+    """What the translation says; BatchNorm in fp32 alone."""
+    run = run_of(plan_of(config, ranks), CONF, accumulate=config["gradient_accumulation_steps"])
+    return replace(run, task=partial(Subject, batch_norm=run.precision.params == "fp32"))
 
 
 @cache
 def original(text: str, ranks: int) -> list[Curve]:
     """The real engine, once for every configuration."""
-    config = json.loads(text)
-    infinite_at = config.pop("infinite_at", None)
-    run = Run(
-        Original(config=filled(config), fp16_on_cpu=True),
-        config["gradient_accumulation_steps"],
-        batch_norm=not any(config.get(low, {}).get("enabled") for low in ("bf16", "fp16")),
-        infinite_at=infinite_at,
-    )
+    run = original_run(json.loads(text))
     curves: list[Curve] = shared(ranks).run(trained, run, timeout_s=START_S)
     return curves
+
+
+def original_run(config: dict[str, Any]) -> Run:
+    config = dict(config)
+    infinite_at = config.pop("infinite_at", None)
+    low = any(config.get(low, {}).get("enabled") for low in ("bf16", "fp16"))
+    return Run(
+        Original(config=filled(config), fp16_on_cpu=True),
+        config["gradient_accumulation_steps"],
+        task=partial(Subject, batch_norm=not low),
+        infinite_at=infinite_at,
+    )
 
 
 def both(config: dict[str, Any], ranks: int, **other: Any) -> tuple[list[Curve], list[Curve]]:
@@ -225,20 +106,6 @@ def both(config: dict[str, Any], ranks: int, **other: Any) -> tuple[list[Curve],
     run = replace(run, precision=replace(run.precision, loss_scaling=scaling, **precision), **other)
     curves = shared(ranks).run(trained, run, timeout_s=START_S)
     return curves, original(json.dumps(config), ranks)
-
-
-def furthest(mine: Curve, theirs: Curve) -> float:
-    """The largest difference of any parameter at any step, relative to its largest element."""
-    return max(
-        float((one[name] - value).abs().max() / value.abs().max())
-        for one, other in zip(mine.parameters, theirs.parameters, strict=True)
-        for name, value in other.items()
-    )
-
-
-def loss_apart(mine: Curve, theirs: Curve) -> float:
-    ours, others = (torch.tensor(c.losses, dtype=torch.double) for c in (mine, theirs))
-    return float(((ours - others) / others).abs().max())
 
 
 HALF = ("bf16", "bf16, sums in fp32")
@@ -293,16 +160,34 @@ def test_in_bf16_a_translation_gives_the_same_bits(stage, precision, ranks):
     "scale.window",
     "zero.stage",
 )
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_in_fp16_it_does_too_through_growths_of_the_loss_scale(stage, accumulate):
-    config = config_of(stage, "fp16", accumulate)
-    for mine, theirs in zip(*both(config, 2), strict=True):
-        assert mine.losses == theirs.losses
-        assert furthest(mine, theirs) == 0.0
-        assert mine.scales == theirs.scales
-        assert mine.scales[0] != mine.scales[-1]
-        assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
+def test_in_fp16_it_does_too_through_growths_of_the_loss_scale(stage, ranks):
+    for accumulate in (1, 2, 3):
+        config = config_of(stage, "fp16", accumulate)
+        for mine, theirs in zip(*both(config, ranks), strict=True):
+            assert mine.losses == theirs.losses
+            assert furthest(mine, theirs) == 0.0
+            assert mine.scales == theirs.scales
+            assert mine.scales[0] != mine.scales[-1]
+            assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fp16_at_stage_0_is_what_was_meant(ranks):
+    """Which DeepSpeed's own stage 1 does: the same masters, scale and roundings.
+
+    Its stage 0 divides by a scale by which it has not multiplied, and refuses a CPU.
+    """
+    for accumulate in (1, 2, 3):
+        config = config_of(0, "fp16", accumulate)
+        assert plan_of(config, ranks).exit_code == 10
+        mine = shared(ranks).run(trained, native(config, ranks), timeout_s=START_S)
+        meant = original(json.dumps(config_of(1, "fp16", accumulate)), ranks)
+        for one, other in zip(mine, meant, strict=True):
+            assert one.losses == other.losses
+            assert one.scales == other.scales
+            assert furthest(one, other) == 0.0
 
 
 @pytest.mark.proves("scale.hysteresis", "scale.refill")
@@ -703,6 +588,31 @@ def test_a_fixed_scale_stays(stage):
         assert mine.scales == theirs.scales == [32.0] * STEPS
 
 
+class Images(Subject):
+    """Floating-point inputs, from a loader that knows of no precision."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(LENGTH, 16), nn.GELU(), nn.Linear(16, VOCABULARY))
+
+    def forward(self, model: Any, batch: Any) -> Any:
+        return model(batch[0].float() / VOCABULARY)
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(outputs.float(), batch[1][:, 0])
+
+
+@pytest.mark.proves("precision.inputs")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_inputs_are_cast_as_deepspeed_casts_them(stage):
+    config = config_of(stage, "fp16", 2)
+    config["fp16"]["auto_cast"] = True
+    mine = shared(2).run(trained, replace(native(config, 2), task=Images), timeout_s=START_S)
+    theirs = replace(original_run(config), task=Images)
+    for one, other in zip(mine, shared(2).run(trained, theirs, timeout_s=START_S), strict=True):
+        assert one.losses == other.losses
+        assert furthest(one, other) == 0.0
+
+
 # -- speed and memory ------------------------------------------------------------------------------
 
 FLIPPED: dict[str, Any] = {
@@ -745,111 +655,45 @@ def test_knobs_of_speed_and_memory_move_no_bit(stage):
 
 # -- four ranks ------------------------------------------------------------------------------------
 
-LR = 0.5  # of SGD
-HALF_UNIT = 2.0**-8
-"""The most that a rounding to bf16 moves a number, relative to it."""
-
-
-class Moved(NamedTuple):
-    """One step each from several starts: where it led, and the gradients' sizes."""
-
-    masters: list[dict[str, torch.Tensor]]
-    sizes: list[dict[str, torch.Tensor]]  # |gradient| of micro-batches, summed; mean over ranks
-
-
-@torch.no_grad()
-def put(engine: Any, values: dict[str, torch.Tensor]) -> None:
-    for name, parameter in engine.model.named_parameters():
-        value = values[name].float()
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            part = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            parameter.to_local().copy_(part.to_local())
-        else:
-            parameter.copy_(value)
-
-
-def moved(comm: Communicator, run: Run, starts: list[dict[str, torch.Tensor]]) -> Moved:
-    """Step k from ``starts[k]``, by the engine; sizes by an engine of this process alone."""
-    task = Subject(run.optimizer, batch_norm=run.batch_norm)
-    alone = LocalCommunicator(torch.device("cpu"))
-
-    def engine_of(strategy: Strategy, beside: Communicator) -> Any:
-        ranks = beside.world.size
-        plan = BatchPlan(SAMPLES * run.accumulate * ranks, SAMPLES, run.accumulate, ranks)
-        job = Job(task, task.build_model, plan, run.precision)
-        return strategy.prepare(job, beside)
-
-    engine = engine_of(run.strategy, comm)
-    single = engine_of(Single(), alone)
-    found = Moved([], [])
-    for step, start in enumerate(starts):
-        batches = micro_batches(step, comm, run.accumulate)
-        put(single, start)
-        sizes = {name: torch.zeros(value.shape) for name, value in start.items()}
-        for micro in batches:
-            single.zero_grad()
-            single.forward_backward([micro], float(SAMPLES * run.accumulate), task)
-            for name, p in single.model.named_parameters():
-                if p.grad is not None:
-                    sizes[name] += p.grad.abs()
-        for size in sizes.values():
-            comm.all_reduce(size)
-        found.sizes.append({name: size.double() / comm.world.size for name, size in sizes.items()})
-        put(engine, start)
-        engine.zero_grad()
-        weight = float(SAMPLES * run.accumulate * comm.world.size)
-        engine.forward_backward(batches, weight, task)
-        engine.step(run.clip)
-        whole = whole_state(engine.state_dict()["model"], comm)
-        found.masters.append({name: whole[name].double() for name in start})
-    engine.close()
-    single.close()
-    return found
-
-
-def beyond(found: Moved, theirs: Curve, *, ranks: int, accumulate: int) -> float:
-    """The largest difference of any master after a step, as a share of what is allowed.
-
-    Forward and backward of a rank have the same bits on both sides. The sum of n numbers in bf16
-    rounds n - 1 times, in whatever order, by at most half a unit of a partial sum, which is no
-    larger than the sum of sizes; adding up a micro-batches rounds a - 1 times more. Either side may
-    be off by that, and the master itself is rounded to fp32.
-    """
-    roundings = 2 * (ranks - 1 + accumulate - 1)
-    shares = []
-    for step, masters in enumerate(found.masters):
-        for name, value in masters.items():
-            size = found.sizes[step][name] * (1 + ranks * HALF_UNIT)
-            allowed = LR * roundings * HALF_UNIT * size + 2.0**-22 * value.abs() + 1e-30
-            apart = (value - theirs.parameters[step + 1][name]).abs()
-            shares.append(float((apart / allowed).max()))
-    return max(shares)
+ACCUMULATIONS = (1, 2, 3)
+LOW = [
+    (stage, name)
+    for stage in STAGES
+    for name in (*HALF, "fp16")
+    if stage or name == "bf16"  # at stage 0 DeepSpeed adds up in bf16 alone, and fp16 is wrong
+]
 
 
 @pytest.mark.proves("gradients.dtype", "zero.stage")
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("stage", STAGES)
-def test_on_four_ranks_fp32_is_a_rounding_apart(stage, accumulate):
-    for mine, theirs in zip(*both(config_of(stage, "fp32", accumulate), 4), strict=True):
-        assert loss_apart(mine, theirs) <= FP32_BOUND
-        assert furthest(mine, theirs) <= FP32_BOUND
+def test_on_four_ranks_fp32_is_a_rounding_apart(stage):
+    for accumulate in ACCUMULATIONS:
+        for mine, theirs in zip(*both(config_of(stage, "fp32", accumulate), 4), strict=True):
+            assert loss_apart(mine, theirs) <= FP32_BOUND
+            assert furthest(mine, theirs) <= FP32_BOUND
 
 
-@pytest.mark.proves("gradients.dtype", "zero.stage")
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("stage", STAGES)
-def test_on_four_ranks_a_step_in_bf16_differs_by_the_roundings_of_a_sum_at_most(stage, accumulate):
+def share_of_the_bound(config: dict[str, Any], run: Run) -> float:
+    """How far a step on four ranks is apart at most, as a share of what its roundings allow."""
+    theirs = original(json.dumps(config), 4)[0]
+    found = shared(4).run(moved, run, theirs.parameters[:-1], timeout_s=START_S)[0]
+    low = "fp16" if "fp16" in config else "bf16"
+    roundings = 4 - 1 + run.accumulate - 1
+    return beyond(found, theirs, low=low, roundings=roundings, lr=LR)
+
+
+@pytest.mark.proves("gradients.dtype", "precision.accumulation", "precision.fp16", "zero.stage")
+@pytest.mark.parametrize(("stage", "precision"), LOW)
+def test_on_four_ranks_a_step_differs_by_the_roundings_of_a_sum_at_most(stage, precision):
     """Which of them there are depends on a value's place in its buffer: here and there another."""
-    config = config_of(stage, "bf16", accumulate)
-    run, theirs = native(config, 4), original(json.dumps(config), 4)[0]
-    found = shared(4).run(moved, run, theirs.parameters[:-1], timeout_s=START_S)[0]
-    assert beyond(found, theirs, ranks=4, accumulate=accumulate) <= 1.0
+    for accumulate in ACCUMULATIONS:
+        config = config_of(stage, precision, accumulate)
+        assert share_of_the_bound(config, native(config, 4)) <= 1.0
 
 
-def test_a_step_that_is_too_long_is_beyond_them():
-    config = config_of(1, "bf16", 2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_step_that_is_too_long_is_beyond_them(precision):
+    config = config_of(1, precision, 2)
     longer = {"type": "SGD", "params": {"lr": 1.3 * LR}}
-    run, theirs = native({**config, "optimizer": longer}, 4), original(json.dumps(config), 4)[0]
-    found = shared(4).run(moved, run, theirs.parameters[:-1], timeout_s=START_S)[0]
-    assert beyond(found, theirs, ranks=4, accumulate=2) > 1.0
+    run = native({**config, "optimizer": longer}, 4)
+    assert share_of_the_bound(config, run) > 1.0

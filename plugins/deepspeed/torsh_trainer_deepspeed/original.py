@@ -66,7 +66,8 @@ class Original(Strategy):
         model = modules.build(job, comm)
         values = self._values(job)
         low = next((name for name in _LOW if values.get(name, {}).get("enabled")), None)
-        module = model if low is None else _In(model, _LOW[low])
+        casts = bool(values.get("fp16", {}).get("auto_cast"))  # DeepSpeed does, of the inputs
+        module = model if low is None else _In(model, None if casts else _LOW[low])
         if comm.device.type == "cpu":
             library.compiled(["deepspeed_shm_comm", *_kernels(values)], comm)
         try:

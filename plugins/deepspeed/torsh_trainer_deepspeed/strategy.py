@@ -346,15 +346,19 @@ def _masters(model: nn.Module) -> dict[str, Tensor]:
 
 
 class _In(nn.Module):
-    """Casts the inputs of a module whose parameters are low, and its outputs to fp32."""
+    """Casts the inputs of a module whose parameters are low, and its outputs to fp32.
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    ``dtype`` None leaves the inputs as they are.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.module = module
         self.dtype = dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = modules.cast_floats((args, kwargs), self.dtype)
+        if self.dtype is not None:
+            args, kwargs = modules.cast_floats((args, kwargs), self.dtype)
         return modules.cast_floats(self.module(*args, **kwargs), torch.float32)
 
 

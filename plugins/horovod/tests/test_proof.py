@@ -36,9 +36,11 @@ for batch in loader:
 
 @pytest.fixture
 def verify(tmp_path, monkeypatch, capfd):
-    def run(*more: str, line: str = "horovodrun -np 2 python train.py") -> tuple[int, str, Any]:
+    def run(
+        *more: str, line: str = "horovodrun -np 2 python train.py", script: str = SCRIPT
+    ) -> tuple[int, str, Any]:
         monkeypatch.chdir(tmp_path)
-        Path("train.py").write_text(SCRIPT)
+        Path("train.py").write_text(script)
         Path("run.sh").write_text(line)
         code = door.main(
             ["verify", "--source", "run.sh", "verify.dir=out", "verify.steps=3", *more]
@@ -61,6 +63,33 @@ def test_a_job_is_tried_against_horovod_and_agrees(verify):
     for quantity in ("loss", "lr", "parameters"):
         assert translation["largest"][quantity]["absolute"] == 0
     assert len({row["lr"] for row in original["rows"][1:]}) > 1  # the script's own scheduler
+
+
+BY_EPOCH = (
+    SCRIPT[: SCRIPT.index("for batch")].replace("step_size=2", "step_size=1")
+    + """\
+for epoch in range(9):
+    for batch in loader:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(batch)
+        loss.backward()
+        optimizer.step()
+    scheduler.step()
+"""
+)
+
+
+def test_four_processes_autocast_and_a_scheduler_by_epoch_agree(verify):
+    line = "horovodrun -np 4 python train.py"
+    code, text, content = verify("verify.ladder=[recipe]", line=line, script=BY_EPOCH)
+    assert code == 0, text
+    original, translation = content["rungs"][0]["strategies"]
+    assert (original["processes"], translation["status"]) == (4, "agrees")
+    assert translation["largest"]["lr"]["absolute"] == 0
+    # An epoch of the built-in model has two steps.
+    before, same, after = (row["lr"] for row in original["rows"][1:])
+    assert before == same == 2 * after
 
 
 def test_a_rule_that_is_switched_off_ends_with_12_and_its_name(verify):

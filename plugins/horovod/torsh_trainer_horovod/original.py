@@ -6,7 +6,8 @@ script of plain Horovod does with the same optimizer, wrapper, clipping and sche
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.schedule.base import RunningSchedule, StatefulSchedule
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
     Clip,
@@ -88,16 +90,19 @@ class OriginalEngine(NativeEngine):
 
     def __init__(self, knobs: Original, job: Job, comm: Communicator, *, model: nn.Module) -> None:
         parameters = [p for p in model.parameters() if p.requires_grad]
-        shown = {"main": torch.optim.SGD(parameters, lr=0.0)}
+        shown = {"main": _Shown(parameters, self._end_epoch)}
         super().__init__(job, comm, model=model, module=model, eval_module=model, optimizers=shown)
         self._running = runtime.start(comm, {})
         hvd = self._running.hvd
         self._plain = knobs.sgd_lr is not None
         self._config = knobs.config
+        self._half = _half(knobs.config)
+        scales = knobs.config.get("scaler") and self._half == torch.float16
+        self._grad_scaler = torch.amp.GradScaler(comm.device.type) if scales else None
         optimizer = knobs.optimizer(parameters)
-        self._scheduler = self._scheduled(optimizer)
-        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         state = str(knobs.config.get("broadcast_optimizer_state", ""))
+        self._scheduler = self._scheduled(optimizer) if state.endswith("scheduled") else None
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         if state.startswith("before"):  # it is wrapped, which loses its state
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         self._distributed: Any = hvd.DistributedOptimizer(
@@ -108,12 +113,18 @@ class OriginalEngine(NativeEngine):
         )
         if state.startswith("of"):
             hvd.broadcast_optimizer_state(self._distributed, root_rank=0)
+        if self._scheduler is None:
+            self._scheduler = self._scheduled(self._distributed)
 
     def _scheduled(self, optimizer: Optimizer) -> Any:
         said = self._config.get("scheduler")
-        if said is None or self._plain or self._config.get("interval") != "step":
+        if said is None or self._plain:
             return None
         return getattr(torch.optim.lr_scheduler, said["class"])(optimizer, **said["options"])
+
+    def _end_epoch(self) -> None:
+        if self._scheduler is not None and self._config.get("interval") == "epoch":
+            self._scheduler.step()
 
     def zero_grad(self) -> None:
         """The script does so after its step."""
@@ -127,24 +138,45 @@ class OriginalEngine(NativeEngine):
             if rng_key is not None:
                 for generator in self._generators:
                     generator.manual_seed(rng_key)
-            loss = task.loss(task.forward(self.module, batch), batch)
-            (loss / self._config.get("loss_divided_by", 1)).backward()
+            with self._casting():
+                loss = task.loss(task.forward(self.module, batch), batch)
+            divided = loss / self._config.get("loss_divided_by", 1)
+            if self._grad_scaler is not None:
+                divided = self._grad_scaler.scale(divided)
+            divided.backward()
             parts.append((loss.detach(), weight))
         return LossReport(tuple(parts))
+
+    def _casting(self) -> contextlib.AbstractContextManager[Any]:
+        if self._half is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self._half)
 
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
         self._last = {"lr": float(self._distributed.param_groups[0]["lr"])}
         self._distributed.synchronize()
-        norm = self._norm([p.grad for p in self._parameters if p.grad is not None])
+        if self._grad_scaler is not None:
+            self._last["loss_scale"] = self._grad_scaler.get_scale()
+            self._grad_scaler.unscale_(self._distributed)
+        norm = self._norm([_dense(p.grad) for p in self._parameters if p.grad is not None])
         if not self._plain and self._config.get("clip_norm") is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._config["clip_norm"])
         if not self._plain and self._config.get("clip_value") is not None:
             nn.utils.clip_grad_value_(self.model.parameters(), self._config["clip_value"])
         with self._distributed.skip_synchronize():
-            self._distributed.step()
-        if self._scheduler is not None:
+            skipped = self._stepped_unless_infinite()
+        if self._scheduler is not None and self._config.get("interval") == "step":
             self._scheduler.step()
-        return StepOutcome(norm, skipped=False)
+        return StepOutcome(norm, skipped=skipped)
+
+    def _stepped_unless_infinite(self) -> bool:
+        """A script's step, with its scaler where it has one; whether that passed over it."""
+        if self._grad_scaler is None:
+            self._distributed.step()
+            return False
+        self._grad_scaler.step(self._distributed)
+        self._grad_scaler.update()
+        return self._grad_scaler.get_scale() < self._last["loss_scale"]
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters alone."""
@@ -158,6 +190,63 @@ class OriginalEngine(NativeEngine):
         self._running.close()
 
 
+class _Shown(torch.optim.SGD):
+    """What the loop sees for an optimizer; ``on_epoch`` is called when an epoch has ended."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], on_epoch: Callable[[], None]) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.on_epoch = on_epoch
+
+
+@dataclass(frozen=True)
+class Epochs(StatefulSchedule):
+    """The schedule to train an ``Original`` with whose script steps its scheduler once an epoch.
+
+    It sets no rate: it tells the original that its loop over the loader has ended.
+    """
+
+    name: ClassVar[str] = "horovod-epochs"
+
+    def start(
+        self, optimizers: Mapping[str, Optimizer], *, total: int | None = None
+    ) -> RunningSchedule:
+        (shown,) = optimizers.values()
+        assert isinstance(shown, _Shown), "it goes with Original alone"
+        return _RunningEpochs(shown.on_epoch)
+
+
+class _RunningEpochs(RunningSchedule):
+    def __init__(self, on_epoch: Callable[[], None]) -> None:
+        self._on_epoch = on_epoch
+
+    def on_update(self) -> None:
+        """The original's own step has stepped what steps with updates."""
+
+    def on_epoch(self) -> None:
+        self._on_epoch()
+
+    def on_evaluate(self, metrics: Mapping[str, float]) -> None:
+        """Nothing that is translated follows an evaluation."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """An original is never resumed."""
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16, "half": torch.float16}
+
+
+def _half(config: Mapping[str, Any]) -> torch.dtype | None:
+    """What the script's autocast computes in."""
+    return _HALF.get(str(config.get("autocast")))
+
+
 def _wrapping(hvd: Any, said: Mapping[str, Any]) -> dict[str, Any]:
     """The wrapper's arguments, with Horovod's objects for their names."""
     options = dict(said)
@@ -165,4 +254,6 @@ def _wrapping(hvd: Any, said: Mapping[str, Any]) -> dict[str, Any]:
         options["op"] = getattr(hvd, options["op"].capitalize())
     if "compression" in options:
         options["compression"] = getattr(hvd.Compression, options["compression"])
+    if "process_set" in options:  # what is no set of all processes has no translation
+        options["process_set"] = hvd.global_process_set
     return options

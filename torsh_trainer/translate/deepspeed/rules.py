@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -39,16 +36,6 @@ class Rule:
 
 RULES: dict[str, Rule] = {}
 """Id -> rule."""
-
-
-@cache
-def proofs() -> Mapping[str, tuple[str, ...]]:
-    """Id of a rule -> ids of the tests that prove it, or that hold a definition to its words.
-
-    ``python -m torsh_trainer.testing.proofs`` writes the table from the tests' own marks.
-    """
-    text = files(__package__).joinpath("proofs.json").read_text("utf-8")
-    return {name: tuple(tests) for name, tests in json.loads(text).items()}
 
 
 def rule(

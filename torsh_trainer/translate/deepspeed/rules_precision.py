@@ -121,7 +121,9 @@ def _half_masters(source: Source, leaf: Leaf) -> Outcome:
 @rule("precision.inputs", "Casting the inputs of the model.")
 def _inputs(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value:
-        return approximate("inputs of floating point are cast, as there; nothing proves it yet")
+        return approximate(
+            "inputs of floating point are cast, as there; here those that are given by name, too"
+        )
     return approximate("inputs are cast here; DeepSpeed leaves that to the script")
 
 

@@ -26,8 +26,7 @@ def _stage(source: Source, leaf: Leaf) -> Outcome:
         why = "every process holds the whole model"
         why += "; the optimizer state is sharded" if stage == 1 else ""
         values: dict[str, Any] = {"strategy.zero1": stage == 1}
-        if source.reproduces:
-            values["strategy.find_unused_parameters"] = True
+        values["strategy.find_unused_parameters"] = True
         if job.compresses(source):
             values["strategy.overlap"] = False  # what is owed to an unused parameter would be lost
         return _with_unused(source, why, "ddp", values)
@@ -45,19 +44,12 @@ def _stage(source: Source, leaf: Leaf) -> Outcome:
 
 def _with_unused(source: Source, why: str, option: str, values: dict[str, Any]) -> Outcome:
     """The strategy, and what becomes of parameters that no forward reaches."""
-    choices = {"strategy": option}
-    if not source.reproduces:
-        why += (
-            "; a parameter that no forward reaches stays, where DeepSpeed's decay and momentum "
-            "move it"
-        )
-        return Outcome("approximate", why, choices, values)
     why += "; parameters that no forward reaches are stepped as if their gradient were zero"
     values["strategy.zero_unused"] = True
     if job.precision(source) == "fp32" and job.stage(source) > 0:
         why += "; a step with gradients that are not finite is skipped"
         values["trainer.on_nonfinite"] = "skip"
-    return Outcome("emulated", why, choices, values)
+    return Outcome("emulated", why, {"strategy": option}, values)
 
 
 def _short_form(source: Source, leaf: Leaf) -> Outcome:
@@ -109,15 +101,10 @@ def _overlap(source: Source, leaf: Leaf) -> Outcome:
 def _unused(source: Source, leaf: Leaf) -> Outcome:
     if not leaf.value and job.stage(source) == 2:
         return approximate("DeepSpeed raises on them in stage 2; fsdp passes over them")
-    if source.reproduces:
-        return Outcome(
-            "emulated",
-            "stepped as if their gradient were zero",
-            values={"strategy.zero_unused": True},
-        )
-    return approximate(
-        "DeepSpeed steps them as if their gradient were zero: momentum and decay move them; "
-        "here they stay"
+    return Outcome(
+        "emulated",
+        "stepped as if their gradient were zero",
+        values={"strategy.zero_unused": True},
     )
 
 

@@ -18,12 +18,13 @@ from torsh_trainer.translate.deepspeed import (
     rules_zero,
     versions,
 )
-from torsh_trainer.translate.deepspeed.rules import RULES, Outcome, Rule, proofs
+from torsh_trainer.translate.deepspeed.rules import RULES, Outcome, Rule
 from torsh_trainer.translate.deepspeed.rules_batch import solve
 from torsh_trainer.translate.deepspeed.source import ELSEWHERE, Leaf, Options, Source, source_of
 from torsh_trainer.translate.deepspeed.tables import dtypes_of, memory_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Finding, Ledger, Plan
+from torsh_trainer.translate.proofs import proved_by
 from torsh_trainer.translate.reading import Document, read
 
 RULE_MODULES = (
@@ -186,8 +187,6 @@ def _wanted(source: Source) -> Iterator[str]:
 
 
 def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome, *, given: bool) -> Finding:
-    settings = [f"{group}={option}" for group, option in outcome.choices.items()]
-    settings += [f"{key}={_text(value)}" for key, value in outcome.values.items()]
     why = "; ".join(filter(None, [leaf.mismatch or outcome.why, leaf.note]))
     removed = leaf.key is not None and leaf.key.removed
     if removed:
@@ -201,29 +200,18 @@ def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome, *, given: bool) -> Find
         line=leaf.place.line,
         column=leaf.place.column,
         verdict=outcome.verdict,
-        becomes=outcome.becomes or " ".join(settings),
+        becomes=outcome.said,
         why=why,
         rule=chosen.id,
         engine_takes=outcome.engine_takes and not removed,
         given=given,
-        proved_by=proofs().get(chosen.id, ()) if outcome.verdict in _PROVED else (),
+        proved_by=proved_by("deepspeed", chosen.id, outcome.verdict),
     )
-
-
-_PROVED = ("exact", "emulated", "performance-only")
-"""Verdicts that say that numbers are the same."""
 
 
 def _shown(leaf: Leaf) -> Any:
     """The value for the report; a key to somebody's account never stands in it."""
     return "***" if leaf.path[-1] == _SECRET and leaf.value else leaf.value
-
-
-def _text(value: Any) -> str:
-    """As an override on the command line has it."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
 
 
 def _launched(options: Options) -> dict[str, Any]:

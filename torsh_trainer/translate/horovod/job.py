@@ -12,6 +12,8 @@ from torsh_trainer.translate.horovod.versions import NEWEST
 from torsh_trainer.translate.nodes import Place
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script", "elastic.run")
+"""Names of what lets the number of processes change."""
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,13 @@ class Job:
 
     @property
     def several_hosts(self) -> bool:
-        """Processes run on more than one machine, as far as one can tell."""
-        return len(self.hosts) > 1 or self.given("hostfile")
+        """Processes run on more than one machine."""
+        return len(self.hosts) > 1
 
     @property
     def elastic(self) -> bool:
         """The number of processes may change."""
-        names = ("min_num_proc", "max_num_proc", "host_discovery_script", "elastic.run")
-        return any(self.given(name) for name in names)
+        return any(self.given(name) for name in ELASTIC)
 
 
 def refuse(name: str, problems: Sequence[Problem]) -> None:

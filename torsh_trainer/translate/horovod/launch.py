@@ -19,6 +19,8 @@ RUN = "horovodrun"
 _EXCLUSIVE = (("gloo", "mpi", "jsrun"), ("hosts", "hostfile", "host_discovery_script"))
 _PYTHON = re.compile(r"python[\d.]*$")
 _WITH_VALUE = ("-m", "-c", "-W", "-X", "-O")
+_HOST = re.compile(r"([\w.-]+)\s+slots=(\d+)\s*")
+"""A line of a hostfile."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Launch:
     problems: tuple[Problem, ...]
     command: tuple[Word, ...]
     config_file: str | None = None
+    hostfile: str | None = None
 
     @property
     def script(self) -> Word | None:
@@ -124,8 +127,9 @@ class _Reader:
         elif not {"check_build", "version"} & names:
             place = words[-1].place if words else Place(1, 1)
             self.problem(place, f"{RUN} is given no command to start", "add it: python train.py")
-        config = next((leaf.value for leaf in self.leaves if leaf.name == "config_file"), None)
-        return Launch(tuple(self.leaves), tuple(self.problems), command, config)
+        named = {leaf.name: leaf.value for leaf in self.leaves}
+        files = named.get("config_file"), named.get("hostfile")
+        return Launch(tuple(self.leaves), tuple(self.problems), command, *files)
 
     def option(self, words: Sequence[Word], at: int) -> int:
         """Reads one option; returns of how many words it consists."""
@@ -236,6 +240,24 @@ def variable_leaf(
         return None, Problem(file, place, what, "correct the value")
     name = variable if setting.name.startswith("env.") else setting.name
     return Leaf(variable, name, value, place, setting.rule, file), None
+
+
+def hostfile(text: str, *, file: str) -> tuple[list[Leaf], list[Problem]]:
+    """The leaf of a file with a line ``HOST slots=N`` for each host."""
+    hosts: list[Host] = []
+    problems: list[Problem] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = _HOST.fullmatch(line)
+        slots = 0 if match is None else int(match[2])
+        if match is None or not slots:
+            what = f"{line.strip()[:60]!r} is not HOST slots=N, as every line of a hostfile"
+            fix = "correct it, or remove it: horovodrun takes neither remarks nor empty lines"
+            problems.append(Problem(file, Place(number, 1), what, fix))
+        else:
+            hosts.append(Host(match[1], slots))
+    if not hosts and not problems:
+        problems.append(Problem(file, Place(1, 1), "no host stands in it", "add HOST slots=N"))
+    return [Leaf("hosts", "hosts", tuple(hosts), Place(1, 1), "launch.hosts", file)], problems
 
 
 def environment(text: str, *, name: str, file: str = "") -> tuple[list[Leaf], list[Problem]]:

@@ -142,7 +142,15 @@ fixed(
 # -- the start -----------------------------------------------------------------------------------
 
 fixed("script.init", "exact", "every process finds its place by itself")
-fixed("script.run", "exact", "launcher.num_processes starts as many")
+
+
+@rule("script.run", "A script that starts its processes itself.")
+def _run(job: Job, leaf: Leaf) -> Outcome:
+    if leaf.value == job.world_size:
+        return exact("the launcher starts as many")
+    return approximate(f"it starts {leaf.value} processes: state --world-size")
+
+
 fixed(
     "script.communication",
     "approximate",
@@ -158,7 +166,11 @@ fixed(
 
 @rule("script.sync-batchnorm", "Batch normalisation over the samples of all processes.")
 def _sync(job: Job, leaf: Leaf) -> Outcome:
-    return exact("torch's own, in place of every BatchNorm", trainer__sync_batchnorm=True)
+    return approximate(
+        "torch's own, in place of every BatchNorm; it is for GPUs alone, as Horovod's is, and "
+        "nothing proves yet that the two are the same",
+        trainer__sync_batchnorm=True,
+    )
 
 
 @rule("start.parameters", "Every process starts with rank 0's parameters.")
@@ -209,14 +221,10 @@ def _unused(job: Job, leaf: Leaf) -> Outcome:
     if job.world_size == 1:
         why = "one process: Horovod leaves them as they are"
         return exact(why, strategy__find_unused_parameters=True)
-    if job.reproduces:
-        return Outcome(
-            "emulated",
-            "they decay, and their momentum goes on; false is faster where every step reaches all",
-            values={"strategy.find_unused_parameters": True, "strategy.zero_unused": True},
-        )
-    return approximate(
-        "Horovod gives them gradients of zero; here the first step names them and ends"
+    return Outcome(
+        "emulated",
+        "they decay, and their momentum goes on; false is faster where every step reaches all",
+        values={"strategy.find_unused_parameters": True, "strategy.zero_unused": True},
     )
 
 
@@ -235,9 +243,8 @@ TORCH = {
     "RMSprop": "rmsprop",
     "Rprop": "rprop",
     "SGD": "sgd",
-    "SparseAdam": "sparseadam",
 }
-_OPTIONS = {
+OPTIONS = {
     "ASGD": {"lambd", "alpha", "t0", "weight_decay"},
     "Adadelta": {"rho", "eps", "weight_decay"},
     "Adafactor": {"beta2_decay", "eps", "d", "weight_decay"},
@@ -250,7 +257,6 @@ _OPTIONS = {
     "RMSprop": {"alpha", "eps", "weight_decay", "momentum", "centered"},
     "Rprop": {"etas", "step_sizes"},
     "SGD": {"momentum", "dampening", "weight_decay", "nesterov"},
-    "SparseAdam": {"betas", "eps"},
 }
 _ANY = {"maximize", "foreach", "fused"}
 
@@ -281,7 +287,12 @@ def _lr(job: Job, leaf: Leaf) -> Outcome:
 @rule("optimizer.option", "Options of the optimizer, as they are.")
 def _option(job: Job, leaf: Leaf) -> Outcome:
     kind, option = job.get("optimizer"), leaf.name.partition(".")[2]
-    if option in _OPTIONS.get(kind, set()) | _ANY:
+    if option == "initial_accumulator_value" and kind == "Adagrad":
+        why = "wrapping makes another Adagrad, whose sums begin at 0"
+        if job.reproduces or not leaf.value:
+            return dead(why)
+        return approximate(why, optimizer__initial_accumulator_value=leaf.value)
+    if option in OPTIONS.get(kind, set()) | _ANY:
         return exact("the same option", **{f"optimizer__{option}": leaf.value})
     return refused(f"{kind} takes no {option} here: remove it")
 
@@ -324,8 +335,12 @@ def _sampler(job: Job, leaf: Leaf) -> Outcome:
             "a new order every epoch, drawn by another rule: other samples stand beside each other",
             data__shuffle=True,
         )
-    return exact(
-        "in order; a step has the samples of the same number of the data set", data__shuffle=False
+    if job.world_size == 1:
+        return exact("in order", data__shuffle=False)
+    return approximate(
+        "in order, and a step has the same samples, but other ones stand beside each other in a "
+        "process, which batch normalisation sees; none is repeated to make the shares equal",
+        data__shuffle=False,
     )
 
 
@@ -338,7 +353,13 @@ fixed(
 
 @rule("data.drop-last", "The ragged tail of an epoch.")
 def _drop_last(job: Job, leaf: Leaf) -> Outcome:
-    return exact("the same", data__drop_last=leaf.value)
+    if job.world_size == 1:
+        return exact("the same", data__drop_last=leaf.value)
+    return approximate(
+        "of the batch of all processes; a DistributedSampler repeats samples before, where they do "
+        "not divide among processes",
+        data__drop_last=leaf.value,
+    )
 
 
 @rule("data.workers", "Processes that load.")
@@ -386,10 +407,14 @@ def _autocast(job: Job, leaf: Leaf) -> Outcome:
     low = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(job.get("autocast.dtype"))
     if low is None:
         return refused(f"autocast to {job.get('autocast.dtype')}")
+    values: dict[str, Any] = {}
+    if low == "fp16" and not job.get("scaler"):
+        values["precision.loss_scaling.scale"] = 1.0
     return Outcome(
         "approximate",
         "forward and loss are under autocast; the script may leave some of it out",
         choices={"precision": f"{low}_mixed"},
+        values=values,
     )
 
 
@@ -409,7 +434,7 @@ def _scaler(job: Job, leaf: Leaf) -> Outcome:
 
 # -- the rate ------------------------------------------------------------------------------------
 
-_SCHEDULERS = {
+SCHEDULERS = {
     "ConstantLR",
     "CosineAnnealingLR",
     "CosineAnnealingWarmRestarts",
@@ -427,7 +452,7 @@ _SCHEDULERS = {
 def _schedule(job: Job, leaf: Leaf) -> Outcome:
     if job.get("interval") == "never":
         return dead("the script never steps it")
-    if leaf.value not in _SCHEDULERS:
+    if leaf.value not in SCHEDULERS:
         return refused(
             f"{leaf.value}: its rate is a function of the script; write it as a schedule"
         )
@@ -443,7 +468,7 @@ def _schedule(job: Job, leaf: Leaf) -> Outcome:
 def _schedule_option(job: Job, leaf: Leaf) -> Outcome:
     if job.get("interval") == "never":
         return dead("the script never steps it")
-    if job.get("scheduler") not in _SCHEDULERS:
+    if job.get("scheduler") not in SCHEDULERS:
         return refused("its rate is a function of the script")
     option = leaf.name.partition(".")[2]
     if option == "last_epoch" and leaf.value != -1:
@@ -455,7 +480,7 @@ def _schedule_option(job: Job, leaf: Leaf) -> Outcome:
 
 @rule("schedule.interval", "Whether the scheduler steps with each update or once an epoch.")
 def _interval(job: Job, leaf: Leaf) -> Outcome:
-    if leaf.value == "never" or job.get("scheduler") not in _SCHEDULERS:
+    if leaf.value == "never" or job.get("scheduler") not in SCHEDULERS:
         return dead("nothing steps it here")
     return exact("as often as in the script", schedule__interval=leaf.value)
 

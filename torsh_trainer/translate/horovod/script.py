@@ -529,6 +529,10 @@ class _Walk:
         otherwise = self.unknown(node)
         if dotted in FUNCTIONS and not named and args and all(map(is_plain, args)):
             return computed(FUNCTIONS[dotted], *args, otherwise=otherwise)
+        if dotted in _RUN:
+            facts = _by_name(("function", "args", "kwargs", "np"), args, named)
+            self.event("horovod.run", node, facts)
+            return otherwise
         if dotted.startswith(HOROVOD + "."):
             return self.horovod(dotted.removeprefix(HOROVOD + "."), args, named, node)
         last = dotted.rpartition(".")[2]
@@ -686,6 +690,7 @@ class _Local(dict[str, Any]):
 
 
 _OF_OPTIMIZER = ("step", "synchronize", "set_backward_passes_per_step", "load_state_dict")
+_RUN = ("horovod.run", "horovod.runner.run")
 _QUESTIONS = ("is_initialized", "mpi_threads_supported", "is_homogeneous")
 
 

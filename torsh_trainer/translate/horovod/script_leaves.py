@@ -63,7 +63,6 @@ _OWN_CALLS = {
     "elastic.run": "elastic.script",
     "elastic.TorchState": "elastic.script",
     "elastic.ElasticSampler": "elastic.script",
-    "run": "script.run",
 }
 
 
@@ -420,6 +419,8 @@ class _Leaves:
             if event.what in _OWN_CALLS:
                 rule = _OWN_CALLS[event.what]
                 self.add(f"hvd.{event.what}", event.what, True, event, rule)
+            elif event.what == "horovod.run":
+                self.add("horovod.run", "run", event.facts.get("np", 1), event, "script.run")
             elif event.what == "optimizer.set_backward_passes_per_step":
                 self.add(event.what, event.what, True, event, "passes.changed")
 

@@ -109,7 +109,7 @@ LAUNCH = _lines(
     tcp | on | launch.tcp | --tcp | | |
     prefix_timestamp | on | log.time | -prefix-timestamp --prefix-output-with-timestamp | | |
     hosts | hosts | launch.hosts | -H --hosts | | |
-    hostfile | text | launch.hosts | -hostfile --hostfile | | |
+    hostfile | text | launch.hostfile | -hostfile --hostfile | | |
     gloo | on | launch.controller | --gloo | | |
     mpi | on | launch.controller | --mpi | | |
     jsrun | on | launch.controller | --jsrun | | |

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate import yaml_places
 from torsh_trainer.translate.horovod import launch, script_leaves, yaml_files
-from torsh_trainer.translate.horovod.job import Job, Leaf, Options, Problem, refuse
+from torsh_trainer.translate.horovod.job import ELASTIC, Job, Leaf, Options, Problem, refuse
 from torsh_trainer.translate.horovod.launch import Launch
 from torsh_trainer.translate.horovod.shell import Word
 from torsh_trainer.translate.reading import text_of
@@ -120,21 +120,30 @@ class _Reading:
         self.take((self.started.leaves, self.started.problems))
         self.arguments = _arguments(self.started.arguments)
         if self.started.config_file is not None:
-            self.beside(self.started.config_file, beside, "config")
+            path = self.needed("--config-file", self.started.config_file, beside)
+            self.read("config", path, text_of(path), file=self.started.config_file)
+        if self.started.hostfile is not None:
+            path = self.needed("--hostfile", self.started.hostfile, beside)
+            self.take(launch.hostfile(text_of(path), file=self.started.hostfile))
         if self.started.script is not None:
-            self.beside(self.started.script.text, beside, "script")
+            named = self.started.script.text
+            script = _beside(named, beside)
+            if script is not None:
+                self.read("script", script, text_of(script), file=named)
 
-    def beside(self, named: str, folder: Path | None, sort: Sort) -> None:
-        """Reads a file that the launch line names, where it is there."""
-        places = [Path(named), *([folder / named] if folder is not None else [])]
-        path = next((place for place in places if place.is_file()), None)
-        if path is None and sort == "config":
+    def needed(self, option: str, named: str, folder: Path | None) -> Path:
+        """A file that an option of the launch line names.
+
+        Raises:
+            ConfigError: it is not there.
+        """
+        path = _beside(named, folder)
+        if path is None:
             raise ConfigError(
-                f"--config-file {named}: there is no such file",
+                f"{option} {named}: there is no such file",
                 fix="translate where it is, or take the option out",
             )
-        if path is not None:
-            self.read(sort, path, text_of(path), file=named)
+        return path
 
     def job(self, name: str) -> Job:
         size = self.world_size(name)
@@ -185,14 +194,28 @@ class _Reading:
         )
 
 
-def _contradictions(leaves: Sequence[Leaf]) -> list[Problem]:
-    """What Horovod itself refuses when it wraps the optimizer."""
+def _beside(named: str, folder: Path | None) -> Path | None:
+    """The file of that name, from here or beside the line that names it."""
+    places = [Path(named), *([folder / named] if folder is not None else [])]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _contradictions(leaves: Sequence[Leaf]) -> Iterator[Problem]:
+    """What Horovod itself refuses, when it starts processes or wraps the optimizer."""
     said = {leaf.name: leaf for leaf in leaves}
     factor, op = said.get("gradient_predivide_factor"), said.get("op")
-    if factor is None or op is None or factor.value in (1.0, None) or op.value == "average":
-        return []
-    what = f"{factor.key} goes with op average alone, not with {op.value}"
-    return [Problem(factor.file, factor.place, what, "remove one of them")]
+    divides = factor is not None and factor.value not in (1.0, None)
+    if factor is not None and divides and op is not None and op.value != "average":
+        what = f"{factor.key} goes with op average alone, not with {op.value}"
+        yield Problem(factor.file, factor.place, what, "remove one of them")
+    count, hosts = said.get("num_proc"), said.get("hosts")
+    if count is None or hosts is None or not hosts.value or said.keys() & ELASTIC:
+        return
+    slots = sum(host.slots for host in hosts.value)
+    if count.value > slots:
+        what = f"{count.key} {count.value} is more than the {slots} slots of "
+        what += hosts.file or hosts.key
+        yield Problem(count.file, count.place, what, "ask for fewer, or name more hosts")
 
 
 def _value(text: str) -> Any:

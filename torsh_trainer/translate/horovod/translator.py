@@ -13,6 +13,7 @@ from torsh_trainer.translate.horovod.source import job_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
 from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan
+from torsh_trainer.translate.proofs import proved_by
 
 RULE_MODULES = (rules_launch, rules_script)
 """Importing them enters their rules."""
@@ -80,20 +81,19 @@ def _defaults(job: Job) -> Iterator[Leaf]:
 
 
 def _finding(leaf: Leaf, rule: Rule, outcome: Outcome, *, given: bool) -> Finding:
-    settings = [f"{group}={option}" for group, option in outcome.choices.items()]
-    settings += [f"{key}={_text(value)}" for key, value in outcome.values.items()]
     return Finding(
         key=leaf.key,
         value=_shown(leaf.value),
         line=leaf.place.line,
         column=leaf.place.column,
         verdict=outcome.verdict,
-        becomes=outcome.becomes or " ".join(settings),
+        becomes=outcome.said,
         why="; ".join(filter(None, [outcome.why, leaf.note])),
         rule=rule.id,
         engine_takes=outcome.engine_takes,
         given=given,
         file=leaf.file,
+        proved_by=proved_by("horovod", rule.id, outcome.verdict),
     )
 
 
@@ -103,13 +103,6 @@ def _shown(value: Any) -> Any:
     if isinstance(value, tuple):
         return ",".join(f"{host.name}:{host.slots}" for host in value)
     return value
-
-
-def _text(value: Any) -> str:
-    """As an override on the command line has it."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
 
 
 def _dtypes(job: Job, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
@@ -146,7 +139,14 @@ def original(source: str | Path, options: Options = AS_IT_STANDS) -> dict[str, A
         ConfigError, ResourceError: as ``translate``.
     """
     job = job_of(source, options)
-    wrapper = ("op", "compression", "gradient_predivide_factor", "sparse_as_dense", "num_groups")
+    wrapper = (
+        "op",
+        "compression",
+        "gradient_predivide_factor",
+        "sparse_as_dense",
+        "num_groups",
+        "process_set",
+    )
     found: dict[str, Any] = {
         "wrapper": {name: job.get(name) for name in wrapper if job.get(name) is not None},
         "passes": job.get("backward_passes_per_step", 1),
@@ -154,6 +154,8 @@ def original(source: str | Path, options: Options = AS_IT_STANDS) -> dict[str, A
         "broadcast_optimizer_state": job.get("broadcast_optimizer_state", ""),
         "clip_norm": job.get("clip_grad_norm"),
         "clip_value": job.get("clip_grad_value"),
+        "autocast": job.get("autocast.dtype") if job.get("autocast") else None,
+        "scaler": bool(job.get("scaler")),
     }
     if isinstance(job.get("groups"), int):
         found["wrapper"]["groups"] = job.get("groups")

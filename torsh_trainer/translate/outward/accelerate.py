@@ -20,6 +20,7 @@ from torsh_trainer.translate.outward.native import (
     approximate,
     dead,
     enter_scripts,
+    enter_torchs,
     exact,
     faster,
     off,
@@ -58,6 +59,7 @@ _TORCH_SCALER = {
 """What Accelerate's scaler is unless the script says otherwise; it has no floor."""
 
 enter_scripts(TABLE)
+enter_torchs(TABLE, "Accelerate")
 
 
 def to_accelerate(native: Native) -> Plan:
@@ -86,7 +88,7 @@ def text_of(plan: Plan) -> str:
 @TABLE.rule("strategy")
 def _strategy(native: Native, key: str, value: Any) -> Outcome:
     written = {"distributed_type": "FSDP", "fsdp_config.fsdp_version": 2}
-    return Outcome("exact", "FSDP2, as here", written)
+    return Outcome("exact", "FSDP2, as here", values=written)
 
 
 @TABLE.rule("strategy.reshard_after_forward")
@@ -110,7 +112,7 @@ def _groups(native: Native, key: str, value: Any) -> Outcome:
         f"{prefix}_shard_size": value,
         f"{prefix}_replicate_size": native.processes // value,
     }
-    return Outcome("exact", "a mesh of replicas and shards", written)
+    return Outcome("exact", "a mesh of replicas and shards", values=written)
 
 
 _POLICY = "fsdp_config.fsdp_auto_wrap_policy"
@@ -123,9 +125,9 @@ def _wrap(native: Native, key: str, value: Any) -> Outcome:
     written = {_POLICY: "TRANSFORMER_BASED_WRAP"}
     if not value:
         why = "the blocks that a model of transformers names; here, the repeated ones"
-        return Outcome("performance-only", why, written)
+        return Outcome("performance-only", why, values=written)
     written["fsdp_config.fsdp_transformer_layer_cls_to_wrap"] = ",".join(value)
-    return Outcome("performance-only", "the same units", written)
+    return Outcome("performance-only", "the same units", values=written)
 
 
 @TABLE.rule("strategy.wrap_min_parameters")
@@ -133,7 +135,7 @@ def _by_size(native: Native, key: str, value: Any) -> Outcome:
     if value is None:
         return dead("off")
     written = {_POLICY: "SIZE_BASED_WRAP", "fsdp_config.fsdp_min_num_params": value}
-    return Outcome("performance-only", "other modules are units, too", written)
+    return Outcome("performance-only", "other modules are units, too", values=written)
 
 
 TABLE.fixed(
@@ -144,9 +146,6 @@ TABLE.fixed(
     "trainer.checkpoint_modules",
     "trainer.compile_options",
 )
-
-
-TABLE.rule("strategy.zero_unused")(off("FSDP2 leaves unused parameters alone", False))
 
 
 @TABLE.rule("trainer.activation_checkpointing")
@@ -164,7 +163,10 @@ def _compile(native: Native, key: str, value: Any) -> Outcome:
 @TABLE.rule("launcher.num_processes")
 def _processes(native: Native, key: str, value: Any) -> Outcome:
     if type(value) is not int:
-        return dead("accelerate launch counts for itself")
+        return refused(
+            "Accelerate takes no file that does not count them: state launcher.num_processes, or "
+            "give accelerate launch --num_processes"
+        )
     return exact("processes", num_processes=value)
 
 
@@ -187,11 +189,6 @@ def _precision(native: Native, key: str, value: Any) -> Outcome:
     return approximate(why, mixed_precision=low)
 
 
-@TABLE.rule("precision.params", "precision.compute")
-def _dtypes(native: Native, key: str, value: Any) -> Outcome:
-    return exact("says the mode")
-
-
 @TABLE.rule("precision.reduce")
 def _reduce(native: Native, key: str, value: Any) -> Outcome:
     own = _low(native)
@@ -200,12 +197,6 @@ def _reduce(native: Native, key: str, value: Any) -> Outcome:
     if own == "fp32":
         return refused(f"gradients travel in fp32, not in {value}")
     return approximate(f"gradients travel in {own}")
-
-
-TABLE.rule("precision.gradients")(off("gradients are held in fp32", "fp32"))
-TABLE.rule("precision.rounded_start", "precision.rounded_products")(
-    off("a way of DeepSpeed's, which Accelerate has not", False)
-)
 
 
 @TABLE.rule("precision.loss_scaling.*")
@@ -274,8 +265,6 @@ def _schedule(native: Native, key: str, value: Any) -> Outcome:
 TABLE.rule("trainer.max_grad_value")(off("the script clips: accelerator.clip_grad_value_"))
 TABLE.rule("trainer.ema_decay")(off("the script keeps a moving average"))
 TABLE.rule("trainer.sync_batchnorm")(off("the script converts the model", False))
-TABLE.rule("trainer.phantom_lr")(off("a way of DeepSpeed's, which Accelerate has not"))
-TABLE.fixed("dead", "there is no such step", "trainer.phantom_state")
 
 
 @TABLE.rule("trainer.on_nonfinite")
@@ -288,10 +277,3 @@ def _nonfinite(native: Native, key: str, value: Any) -> Outcome:
 @TABLE.rule("trainer.log_every")
 def _log_every(native: Native, key: str, value: Any) -> Outcome:
     return dead("the script's")
-
-
-@TABLE.rule("compression", "compression.*")
-def _compression(native: Native, key: str, value: Any) -> Outcome:
-    if native.kind("compression") in ("NoCompression", "None"):
-        return exact("gradients travel as they are")
-    return refused("FSDP2 under Accelerate compresses nothing")

@@ -131,8 +131,8 @@ def _nonfinite(native: Native, key: str, value: Any) -> Outcome:
     values = {"bf16.check_grad_overflow": value == "skip"}
     if value == "continue" and stage(native) in (0, 3):
         why = "DeepSpeed's stages 0 and 3 skip such a step, whatever is said"
-        return Outcome("approximate", why, values)
-    return Outcome("exact", "as it says of gradients that are not finite", values)
+        return Outcome("approximate", why, values=values)
+    return Outcome("exact", "as it says of gradients that are not finite", values=values)
 
 
 @TABLE.rule("trainer.phantom_lr")
@@ -182,13 +182,15 @@ def _compression(native: Native, key: str, value: Any) -> Outcome:
 def _strategy(native: Native, key: str, value: Any) -> Outcome:
     written = {"zero_optimization.stage": stage(native)}
     if value == "FSDP":
-        return Outcome("exact", "sharded over all processes", written)
+        return Outcome("exact", "sharded over all processes", values=written)
     if value == "Auto":
-        return Outcome("approximate", "auto chooses as it starts; stage 0 is its ddp", written)
+        return Outcome(
+            "approximate", "auto chooses as it starts; stage 0 is its ddp", values=written
+        )
     if value in REPLICATED:
-        return Outcome("exact", "every process holds the whole model", written)
+        return Outcome("exact", "every process holds the whole model", values=written)
     if value == "None":
-        return Outcome("exact", "one process", written)
+        return Outcome("exact", "one process", values=written)
     return refused(f"strategy {value} has no translation: choose ddp or fsdp")
 
 
@@ -217,7 +219,9 @@ def _offload(native: Native, key: str, value: Any) -> Outcome:
     written = {"zero_optimization.offload_optimizer.device": "cpu"}
     if stage(native) == 3:
         written["zero_optimization.offload_param.device"] = "cpu"
-    return Outcome("approximate", "DeepSpeed's CPUAdam and torch's Adam round differently", written)
+    return Outcome(
+        "approximate", "DeepSpeed's CPUAdam and torch's Adam round differently", values=written
+    )
 
 
 @TABLE.rule("strategy.reduce_every_micro_batch")
@@ -314,7 +318,7 @@ def _log_every(native: Native, key: str, value: Any) -> Outcome:
 def _precision(native: Native, key: str, value: Any) -> Outcome:
     low, computes = half(native), native.get("precision.compute", "fp32")
     if low:
-        return Outcome("exact", f"{low} over fp32 masters", {f"{low}.enabled": True})
+        return Outcome("exact", f"{low} over fp32 masters", values={f"{low}.enabled": True})
     if computes == "fp32":
         return exact("fp32")
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[computes]
@@ -325,18 +329,13 @@ def _precision(native: Native, key: str, value: Any) -> Outcome:
     )
 
 
-@TABLE.rule("precision.params", "precision.compute")
-def _dtypes(native: Native, key: str, value: Any) -> Outcome:
-    return exact("says the mode")
-
-
 @TABLE.rule("precision.reduce")
 def _reduce(native: Native, key: str, value: Any) -> Outcome:
     own = half(native) or "fp32"
     written = {"communication_data_type": value}
     if value == own:
-        return Outcome("exact", "gradients travel in it", written)
-    return Outcome("approximate", f"DeepSpeed rounds the sum back to {own}", written)
+        return Outcome("exact", "gradients travel in it", values=written)
+    return Outcome("approximate", f"DeepSpeed rounds the sum back to {own}", values=written)
 
 
 @TABLE.rule("precision.gradients")
@@ -363,14 +362,14 @@ def _products(native: Native, key: str, value: Any) -> Outcome:
     low, third = half(native), stage(native) == 3
     if low and third:
         written = {"zero_optimization.memory_efficient_linear": bool(value)}
-        return Outcome("exact", "linear layers of stage 3", written)
+        return Outcome("exact", "linear layers of stage 3", values=written)
     if value and low:
         return refused("DeepSpeed rounds products at stage 3 alone")
     return exact("torch's own linear layers")
 
 
 def _scaling(name: str, value: Any, why: str = "the same") -> Outcome:
-    return Outcome("exact", why, {f"fp16.{name}": value})
+    return Outcome("exact", why, values={f"fp16.{name}": value})
 
 
 def _scales(native: Native) -> bool:
@@ -395,7 +394,7 @@ def _initial(native: Native, key: str, value: Any) -> Outcome:
     power = math.log2(value)
     if power != int(power):
         written = {"fp16.initial_scale_power": round(power)}
-        return Outcome("approximate", "DeepSpeed begins at a power of two", written)
+        return Outcome("approximate", "DeepSpeed begins at a power of two", values=written)
     return _scaling("initial_scale_power", int(power), "as a power of two")
 
 
@@ -452,7 +451,7 @@ def _optimizer(native: Native, key: str, value: Any) -> Outcome:
         written["optimizer.params.torch_adam"] = True
     if name == "Adam":
         written["optimizer.params.adam_w_mode"] = False
-    return Outcome("exact", "torch's own", written)
+    return Outcome("exact", "torch's own", values=written)
 
 
 _SAID = ("lr", "betas", "eps", "weight_decay")
@@ -477,7 +476,7 @@ def _option(native: Native, key: str, value: Any) -> Outcome:
         return exact("off")
     if name == "lr":
         value = _rate(native)
-    return Outcome("exact", "the same option", {f"optimizer.params.{name}": value})
+    return Outcome("exact", "the same option", values={f"optimizer.params.{name}": value})
 
 
 @TABLE.rule("optimizer.no_decay")
@@ -529,7 +528,7 @@ def _torchs(native: Native) -> Outcome:
         return refused("torch's schedulers do not take an optimizer of ZeRO's", script=_STEPPED)
     options = native.get("schedule.options") or {}
     written = {f"scheduler.params.{option}": value for option, value in options.items()}
-    return Outcome("exact", "torch's own", {"scheduler.type": name, **written})
+    return Outcome("exact", "torch's own", values={"scheduler.type": name, **written})
 
 
 _OWN: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -574,7 +573,7 @@ def _own(native: Native, kind: str) -> Outcome:
         if value is not None:
             written[f"params.{word}"] = value
     values = {f"scheduler.{key}": value for key, value in written.items()}
-    return Outcome("exact", "DeepSpeed's own", values)
+    return Outcome("exact", "DeepSpeed's own", values=values)
 
 
 def _product(share: float, rate: float) -> float:
@@ -604,7 +603,7 @@ def _warmup(native: Native) -> Outcome:
     if written["params.warmup_num_steps"] < 1:
         written["params.warmup_num_steps"] = 2  # what fewer count as, and what it takes
     values = {f"scheduler.{name}": value for name, value in written.items()}
-    return Outcome("exact", "DeepSpeed's own", values)
+    return Outcome("exact", "DeepSpeed's own", values=values)
 
 
 @TABLE.rule("schedule.*")
@@ -626,7 +625,7 @@ def _logger(native: Native, key: str, value: Any) -> Outcome:
     if value is not True:
         return dead("off, or wherever its library is installed")
     return Outcome(
-        "approximate", "samples on the x axis, and other names", {f"{block}.enabled": True}
+        "approximate", "samples on the x axis, and other names", values={f"{block}.enabled": True}
     )
 
 
@@ -635,7 +634,9 @@ def _wandb(native: Native, key: str, value: Any) -> Outcome:
     name = key.rpartition(".")[2]
     if native.get("logger.wandb.enabled") is not True or value is None:
         return dead("off")
-    return Outcome("exact", "the same", {f"wandb.{'team' if name == 'entity' else name}": value})
+    return Outcome(
+        "exact", "the same", values={f"wandb.{'team' if name == 'entity' else name}": value}
+    )
 
 
 def content_of(plan: Plan) -> Mapping[str, Any]:

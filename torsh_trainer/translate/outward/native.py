@@ -9,7 +9,11 @@ from typing import Any
 from torsh_trainer import __version__
 from torsh_trainer.translate.deepspeed.versions import NEWEST, Version
 from torsh_trainer.translate.nodes import Place
-from torsh_trainer.translate.outcomes import dotted
+from torsh_trainer.translate.outcomes import Outcome as Outcome
+from torsh_trainer.translate.outcomes import approximate as approximate
+from torsh_trainer.translate.outcomes import dead as dead
+from torsh_trainer.translate.outcomes import exact as exact
+from torsh_trainer.translate.outcomes import faster as faster
 from torsh_trainer.translate.plan import Finding, Ledger, Plan, Verdict
 
 GROUPS = (
@@ -97,22 +101,9 @@ def _leaves(node: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield dotted, value
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A verdict, why, and what stands in the other file: dotted key -> value.
-
-    ``becomes`` says it where that is nothing in the file.
-    """
-
-    verdict: Verdict
-    why: str
-    values: Mapping[str, Any] = field(default_factory=dict)
-    becomes: str = ""
-
-    @property
-    def matters(self) -> bool:
-        """It is worth a line, though the recipe leaves the knob at its default."""
-        return bool(self.values) or self.verdict in ("approximate", "refused")
+def matters(outcome: Outcome) -> bool:
+    """It is worth a line, though the recipe leaves the knob at its default."""
+    return bool(outcome.values) or outcome.verdict in ("approximate", "refused")
 
 
 Apply = Callable[[Native, str, Any], Outcome]
@@ -166,7 +157,7 @@ class Table:
             rule_id, apply = found
             outcome = apply(native, key, value)
             values.update(outcome.values)
-            if key in native.given or outcome.matters:
+            if key in native.given or matters(outcome):
                 ledger.take([_finding(native, key, value, rule_id, outcome)])
         return Plan(
             source=native.name,
@@ -194,47 +185,17 @@ def _expanded(native: Native) -> Iterator[tuple[str, Place]]:
 
 def _finding(native: Native, key: str, value: Any, rule_id: str, outcome: Outcome) -> Finding:
     place = native.given.get(key, Place())
-    said = [f"{name}={_text(item)}" for name, item in outcome.values.items()]
     return Finding(
         key=key,
         value=native.options.get(key, value),
         line=place.line,
         column=place.column,
         verdict=outcome.verdict,
-        becomes=outcome.becomes or " ".join(said),
+        becomes=outcome.said,
         why=outcome.why,
         rule=rule_id,
         given=key in native.given,
     )
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
-
-
-# -- verdicts ------------------------------------------------------------------------------------
-
-
-def exact(why: str, **values: Any) -> Outcome:
-    """The same numbers; ``values`` with ``__`` for a dot."""
-    return Outcome("exact", why, dotted(values))
-
-
-def approximate(why: str, **values: Any) -> Outcome:
-    """Not the same, as ``why`` says."""
-    return Outcome("approximate", why, dotted(values))
-
-
-def faster(why: str, **values: Any) -> Outcome:
-    """Speed and memory alone."""
-    return Outcome("performance-only", why, dotted(values))
-
-
-def dead(why: str) -> Outcome:
-    """Nothing comes of it, and nothing is missing."""
-    return Outcome("dead", why)
 
 
 def refused(why: str, *, script: str = "") -> Outcome:
@@ -283,6 +244,22 @@ def enter_scripts(table: Table) -> None:
     table.fixed("dead", why, "trainer", *(f"trainer.{name}" for name in _OF_THE_RUN))
     table.fixed("dead", why, "logger", "logger.*")
     table.fixed("performance-only", "the level of a log", "log_level")
+    table.fixed("exact", "says the mode", "precision.params", "precision.compute")
+
+
+def enter_torchs(table: Table, engine: str) -> None:
+    """Rules for an engine that does as torch does where DeepSpeed has ways of its own."""
+    ways = off(f"a way of DeepSpeed's, which {engine} has not", False)
+    table.rule("precision.rounded_start", "precision.rounded_products", "trainer.phantom_lr")(ways)
+    table.fixed("dead", "there is no such step", "trainer.phantom_state")
+    table.rule("precision.gradients")(off("gradients are held in fp32", "fp32"))
+    table.rule("strategy.zero_unused")(off(f"{engine} leaves unused parameters alone", False))
+
+    @table.rule("compression", "compression.*")
+    def compression(native: Native, key: str, value: Any) -> Outcome:
+        if native.kind("compression") in ("NoCompression", "None"):
+            return exact("gradients travel as they are")
+        return refused(f"{engine} compresses nothing")
 
 
 def off(why: str, *neutral: Any) -> Apply:

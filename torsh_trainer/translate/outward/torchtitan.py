@@ -19,6 +19,7 @@ from torsh_trainer.translate.outward.native import (
     approximate,
     dead,
     enter_scripts,
+    enter_torchs,
     exact,
     faster,
     off,
@@ -34,6 +35,7 @@ TABLE = Table("torchtitan")
 REPLICATED = ("DDP", "Gloo", "NCCL", "MPI")
 
 enter_scripts(TABLE)
+enter_torchs(TABLE, "torchtitan")
 for _name in ("trainer.max_steps", "trainer.seed", "trainer.deterministic"):
     del TABLE.rules[_name]  # torchtitan's file says these
 
@@ -83,12 +85,12 @@ def _strategy(native: Native, key: str, value: Any) -> Outcome:
     prefix = "parallelism.data_parallel"
     if value != "FSDP":
         written = {f"{prefix}_replicate_degree": native.processes, f"{prefix}_shard_degree": 1}
-        return Outcome("exact", "whole in every process", written)
+        return Outcome("exact", "whole in every process", values=written)
     size = native.get("strategy.shard_size")
     written = {f"{prefix}_shard_degree": size or -1}
     if size and native.processes:
         written[f"{prefix}_replicate_degree"] = native.processes // size
-    return Outcome("exact", "FSDP2, as here", written)
+    return Outcome("exact", "FSDP2, as here", values=written)
 
 
 @TABLE.rule("strategy.shard_size")
@@ -119,7 +121,6 @@ def _passes(native: Native, key: str, value: Any) -> Outcome:
 
 
 TABLE.rule("strategy.op")(off("torchtitan averages gradients", "average"))
-TABLE.rule("strategy.zero_unused")(off("torchtitan leaves unused parameters alone", False))
 TABLE.fixed(
     "performance-only",
     "torchtitan wraps block by block, and chooses when to gather and to reduce",
@@ -212,8 +213,6 @@ def _clipping(native: Native, key: str, value: Any) -> Outcome:
 TABLE.rule("trainer.max_grad_value")(off("torchtitan clips by the norm alone"))
 TABLE.rule("trainer.ema_decay")(off("torchtitan keeps no moving average of the weights"))
 TABLE.rule("trainer.sync_batchnorm")(off("torchtitan's models have no batch normalisation", False))
-TABLE.rule("trainer.phantom_lr")(off("a way of DeepSpeed's, which torchtitan has not"))
-TABLE.fixed("dead", "there is no such step", "trainer.phantom_state")
 
 
 @TABLE.rule("trainer.on_nonfinite")
@@ -233,14 +232,9 @@ def _precision(native: Native, key: str, value: Any) -> Outcome:
     sharded = native.kind("strategy") == "FSDP"
     held = native.get("precision.params", "fp32") != "fp32"
     if low == "fp32" or sharded == held:
-        return Outcome("exact", "over fp32 masters", written)
+        return Outcome("exact", "over fp32 masters", values=written)
     how = "casts the parameters" if sharded else "is autocast"
-    return Outcome("approximate", f"bf16 {how} there, and not here", written)
-
-
-@TABLE.rule("precision.params", "precision.compute")
-def _dtypes(native: Native, key: str, value: Any) -> Outcome:
-    return exact("says the mode")
+    return Outcome("approximate", f"bf16 {how} there, and not here", values=written)
 
 
 @TABLE.rule("precision.reduce")
@@ -250,18 +244,7 @@ def _reduce(native: Native, key: str, value: Any) -> Outcome:
     return approximate("torchtitan reduces in fp32", training__mixed_precision_reduce="float32")
 
 
-TABLE.rule("precision.gradients")(off("gradients are held in fp32", "fp32"))
-TABLE.rule("precision.rounded_start", "precision.rounded_products")(
-    off("a way of DeepSpeed's, which torchtitan has not", False)
-)
 TABLE.fixed("dead", "no loss is scaled", "precision.loss_scaling.*")
-
-
-@TABLE.rule("compression", "compression.*")
-def _compression(native: Native, key: str, value: Any) -> Outcome:
-    if native.kind("compression") in ("NoCompression", "None"):
-        return exact("gradients travel as they are")
-    return refused("torchtitan compresses nothing")
 
 
 # -- optimizer and schedule ----------------------------------------------------------------------
@@ -280,7 +263,7 @@ def _optimizer(native: Native, key: str, value: Any) -> Outcome:
 def _number(native: Native, key: str, value: Any) -> Outcome:
     if native.kind("optimizer") not in _OPTIMIZERS:
         return refused("an option of an optimizer that torchtitan has not")
-    return Outcome("exact", "the same", {key: value})
+    return Outcome("exact", "the same", values={key: value})
 
 
 @TABLE.rule("optimizer.betas")
@@ -320,7 +303,7 @@ def _schedule(native: Native, key: str, value: Any) -> Outcome:
         if steps or native.get("schedule.warmup_ratio"):
             return refused("torchtitan's rate falls after a warm-up, and never stays")
         written: dict[str, Any] = {"warmup_steps": 0, "decay_ratio": 0.0}
-        return Outcome("exact", "the rate stays", _lr(written))
+        return Outcome("exact", "the rate stays", values=_lr(written))
     if value not in _DECAYS:
         return refused(f"torchtitan's file has no {value}")
     if native.get("schedule.warmup_ratio"):
@@ -334,7 +317,7 @@ def _schedule(native: Native, key: str, value: Any) -> Outcome:
             return refused("state schedule.decay_ratio instead of decay_steps")
         written["decay_ratio"] = native.get("schedule.decay_ratio")
     why = "torchtitan's first update has a share of the rate already, and its last is a step off"
-    return Outcome("approximate", why, _lr(written))
+    return Outcome("approximate", why, values=_lr(written))
 
 
 def _lr(written: Mapping[str, Any]) -> dict[str, Any]:
