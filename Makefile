@@ -4,7 +4,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Processes of the parallel part of the tests.
 JOBS ?= 2
-PLUGINS := plugins/deepspeed plugins/horovod plugins/mpi
+PLUGINS := plugins/deepspeed plugins/horovod plugins/lightning plugins/mpi
 COMMA := ,
 
 .DEFAULT_GOAL := help

@@ -70,17 +70,20 @@ def trainer(
     ranks: int = 1,
     **options: Any,
 ) -> Trainer:
-    """The trainer of this benchmark."""
+    """The trainer of this benchmark; ``options`` may bring another task."""
     return Trainer(
-        task=BenchTask(data, widths),
-        loading=Loading(batch_size=BATCH * ranks, drop_last=True),
         checkpoint=CheckpointOptions(every_steps=NEVER, at_end=False, resume="never"),
         callbacks=[Bar(style="bar"), Jsonl()],
         run_dir=folder / "torsh",
         max_steps=steps,
         log_every=50,
         device="cuda" if device.startswith("cuda") else "cpu",
-        **{"strategy": "single", **options},
+        **{
+            "strategy": "single",
+            "task": BenchTask(data, widths),
+            "loading": Loading(batch_size=BATCH * ranks, drop_last=True),
+            **options,
+        },
     )
 
 
@@ -183,6 +186,23 @@ def _lightning(
     fit.fit(lightning_module(widths, logs=logs), loader(data))
 
 
+def torsh_lightning(
+    data: Any, steps: int, widths: tuple[int, ...], folder: Path, device: str
+) -> None:
+    """The LightningModule with a logged loss on our loop; progress bar, metrics file on."""
+    import lightning as L
+    from torsh_trainer_lightning.task import LightningTask
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return loader(data)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    task = LightningTask(lightning_module(widths, logs=True), Data())
+    trainer(data, steps, widths, folder, device, task=task, loading=Loading()).fit()
+
+
 def hugging_face(data: Any, steps: int, widths: tuple[int, ...], folder: Path, device: str) -> None:
     """Hugging Face's Trainer with its defaults."""
     from transformers import Trainer as HfTrainer
@@ -225,5 +245,6 @@ ALL: dict[str, Contender] = {
     "Accelerate (nothing on)": accelerate,
     "Lightning Trainer (nothing logged)": lightning,
     "Lightning Trainer (loss logged)": lightning_logged,
+    "the same LightningModule on our loop (loss logged)": torsh_lightning,
     "Hugging Face Trainer": hugging_face,
 }

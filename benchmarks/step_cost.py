@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from benchmarks.comparing import Between, Spread, one_by_one
-from benchmarks.contenders import ALL, as_is, bare, endless, torsh
+from benchmarks.contenders import ALL, as_is, bare, endless, torsh, torsh_lightning
 from benchmarks.work import BATCH, MODELS, BareLoop, Samples, build_model, table
 from torsh_trainer.data.feed import in_order_of
 from torsh_trainer.data.loading import Loading
 
 TITLE = "cost of a step over the bare loop"
 BLOCK = 50
-PRECISELY = {bare: 5, torsh: 5}
+PRECISELY = {bare: 5, torsh: 5, torsh_lightning: 5}
 """So many times as many blocks for what the aim is about; the peers are far from it."""
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,11 +23,14 @@ from torsh_trainer.callbacks.base import (
     SaveReport,
     StepReport,
 )
+from torsh_trainer.callbacks.base import named_callbacks as named_callbacks
 from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.memory import gathered
 from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.wire import Traffic
+from torsh_trainer.course import Cadence as Cadence
+from torsh_trainer.course import Position as Position
 from torsh_trainer.data.batch import Step
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.errors import Interrupted, ResourceError, TrainingError
@@ -43,32 +45,6 @@ log = logging.getLogger(__name__)
 
 SKIPPED_IN_A_ROW = 100
 """So many skipped steps mean that training no longer happens."""
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """What is due when, in steps or epochs; None is never."""
-
-    log_every: int
-    eval_every: int | None = None
-    eval_every_epochs: int | None = None
-    save_every: int | None = None
-    save_every_epochs: int | None = None
-    save_at_end: bool = False
-
-
-@dataclass
-class Position:
-    """How far training is: everything that a resumed run goes on from, in plain numbers."""
-
-    step: int = 0
-    updates: int = 0
-    samples: int = 0
-    epoch: int = 0
-
-    @property
-    def skipped(self) -> int:
-        return self.step - self.updates
 
 
 @dataclass
@@ -542,17 +518,6 @@ def reduced(sums: Mapping[str, Mean], comm: Communicator) -> dict[str, float]:
         name: totals[2 * i] / totals[2 * i + 1] if totals[2 * i + 1] else math.nan
         for i, name in enumerate(names)
     }
-
-
-def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
-    """Callbacks under the names of their classes, numbered from the second of a class on."""
-    count: Counter[str] = Counter()
-    named = []
-    for callback in callbacks:
-        name = type(callback).__name__
-        count[name] += 1
-        named.append((name if count[name] == 1 else f"{name}_{count[name]}", callback))
-    return named
 
 
 def _read(values: list[Tensor]) -> list[float]:

@@ -16,7 +16,9 @@ from torsh_trainer import hardware, registry, resume
 from torsh_trainer.checkpoint.setup import WORDS, Difference, shown
 from torsh_trainer.checkpoint.store.places import Location
 from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.coursed import rank_class
 from torsh_trainer.data.stream import keeps_state
+from torsh_trainer.errors import Unsupported
 from torsh_trainer.loop import Position, named_callbacks
 from torsh_trainer.rank import Rank, rehearsal
 from torsh_trainer.strategies.base import Strategy
@@ -51,6 +53,11 @@ def preview(trainer: Trainer, world: World, *, run_dir: Path) -> Preview:
         ConfigError: there is no such checkpoint, or the run contradicts itself.
         ResourceError: every checkpoint there is damaged.
     """
+    if rank_class(trainer.task) is not Rank:
+        raise Unsupported(
+            f"{type(trainer.task).__name__} trains in a loop of its own, which cannot look ahead",
+            fix="start the run: it refuses a checkpoint that does not fit before its first step",
+        )
     strategy = trainer.strategy
     if isinstance(strategy, str):
         strategy = registry.strategy_class(strategy)()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from torsh_trainer import hardware, registry, resume
+from torsh_trainer import hardware, resume
 from torsh_trainer.callbacks.base import MainOnly, RunInfo
 from torsh_trainer.callbacks.summary import summarise
 from torsh_trainer.checkpoint.base import Checkpointer
@@ -24,17 +22,14 @@ from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.fit import Fit
 from torsh_trainer.checkpoint.memory import laid
 from torsh_trainer.checkpoint.setup import WORDS, Comparison, compare
-from torsh_trainer.checkpoint.store.lock import check_free
 from torsh_trainer.checkpoint.store.places import Location, location
-from torsh_trainer.comm import attendance
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
 from torsh_trainer.data.feed import TrainFeed, eval_batches
 from torsh_trainer.data.sampler import Cut, mix
 from torsh_trainer.data.stream import has_length
-from torsh_trainer.errors import ConfigError, TorshError, Unsupported
+from torsh_trainer.errors import ConfigError
 from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
-from torsh_trainer.launchers.inside import report_ready
 from torsh_trainer.loop import Cadence, Loop, Position
 from torsh_trainer.membership import Membership
 from torsh_trainer.pace import Pace
@@ -54,54 +49,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 SAME = Membership()
 """The same processes from beginning to end."""
-
-
-def run_rank(trainer: Trainer, world: World) -> tuple[dict[str, Any], nn.Module]:
-    """Runs every stage as this process of the job: (content of result.json, trained module).
-
-    Raises:
-        TorshError: after result.json has been left with the error.
-    """
-    began = time.perf_counter()
-    strategy = trainer.strategy
-    if isinstance(strategy, str):
-        strategy = registry.strategy_class(strategy)()
-    if world.elastic:
-        _check_elastic(trainer)
-    membership = strategy.membership(world, trainer.comm)
-    attempt = partial(_run_rank, trainer, strategy, membership, began)
-    with _deterministic() if trainer.deterministic else contextlib.nullcontext():
-        return membership.run(attempt, world)
-
-
-def _run_rank(
-    trainer: Trainer, strategy: Strategy, membership: Membership, began: float, world: World
-) -> tuple[dict[str, Any], nn.Module]:
-    device = hardware.choose_device(trainer.device, world)
-    mesh = strategy.mesh(world)
-    options = strategy.comm_options(trainer.comm)
-    needed = strategy.needs_process_group(world)
-    comm = membership.meet(world, options, device, process_group=needed)
-    report_ready()
-    rank = None
-    try:
-        home = RunDir(membership.home(lambda: _home(trainer, comm, device)))
-        with home.logging(world, trainer.log_level):
-            rank = Rank(
-                rehearsal(trainer), world, comm, mesh, strategy, home.path, began, membership
-            )
-            patience = f"more than comm.timeout_s={options.timeout_s:g}"
-            group = None if world.elastic else comm.process_group
-            with _reported(rank, home), attendance.named(group, longer=patience):
-                rank.run()
-                content = rank.result()
-                if world.is_main:
-                    home.write_result(content)
-            return content, rank.engine.model
-    finally:
-        if rank is not None:
-            rank.close()
-        comm.close()
 
 
 class Rank:
@@ -153,6 +100,9 @@ class Rank:
     @cached_property
     def origin(self) -> Origin | None:
         """The checkpoint that this run goes on from, if any; looked for before anything is made."""
+        return self._found_origin()
+
+    def _found_origin(self) -> Origin | None:
         if self.membership.kept is not None:
             return Origin(self.run_dir, self.membership.kept)
         found = self.checkpointer.find(self.trainer.checkpoint.resume)
@@ -196,32 +146,29 @@ class Rank:
         """What must be the same when a run goes on from a checkpoint of this one; for `loop`."""
         place = resume.place_facts(self.comm.device)
         return {
-            **setup_of(self.trainer, self.task, self.job, total_steps=self.total_steps),
+            **self._own_setup(),
             **resume.strategy_facts(self.strategy),
             **resume.optimizer_facts(self.engine.optimizers, self.engine.model),
             **place,
             "world_size": self.world.size,
         }
 
+    def _own_setup(self) -> dict[str, Any]:
+        """What the knobs, the task and its data say of it."""
+        return setup_of(self.trainer, self.task, self.job, total_steps=self.total_steps)
+
     @cached_property
     def loop(self) -> Loop:
-        trainer, options = self.trainer, self.trainer.checkpoint
-        about = {"config": resume.plain(trainer.config), "setup": self.setup}  # before it is paced
+        trainer = self.trainer
+        about = self.about  # before it is paced
         return Loop(
             task=self.task,
             engine=self.engine,
             comm=self.comm,
             pace=Pace(trainer.schedule, self.engine.optimizers, total=self.total_steps),
             clip=self.job.clip,
-            limits=Limits(self.total_steps, trainer.max_epochs, self._time_left_s),
-            cadence=Cadence(
-                log_every=trainer.log_every,
-                eval_every=trainer.eval_every,
-                eval_every_epochs=trainer.eval_every_epochs,
-                save_every=options.every_steps,
-                save_every_epochs=options.every_epochs,
-                save_at_end=options.at_end,
-            ),
+            limits=self.limits,
+            cadence=self.cadence,
             callbacks=self.callbacks,
             checkpointer=self.checkpointer,
             batches=self._batches,
@@ -230,6 +177,27 @@ class Rank:
             about=about,
             membership=self.membership,
         )
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Parts of a checkpoint that stay as they are throughout the run."""
+        return {"config": resume.plain(self.trainer.config), "setup": self.setup}
+
+    @property
+    def cadence(self) -> Cadence:
+        trainer, options = self.trainer, self.trainer.checkpoint
+        return Cadence(
+            log_every=trainer.log_every,
+            eval_every=trainer.eval_every,
+            eval_every_epochs=trainer.eval_every_epochs,
+            save_every=options.every_steps,
+            save_every_epochs=options.every_epochs,
+            save_at_end=options.at_end,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.total_steps, self.trainer.max_epochs, self._time_left_s)
 
     @property
     def _time_left_s(self) -> float | None:
@@ -400,15 +368,16 @@ class Rank:
             callback.on_evaluate(report)
 
     def _predict(self) -> None:
-        outputs = self.engine.predict(
-            self._batches("predict"), self.task, averaged=self.trainer.ema_decay is not None
-        )
-        mine = [_to_host(output) for output in outputs]
+        mine = [_to_host(output) for output in self._outputs()]
         by_rank = self.comm.all_gather_object(mine)
         if self.world.is_main:
             rounds = max(map(len, by_rank))
             ordered = [part[i] for i in range(rounds) for part in by_rank if i < len(part)]
             torch.save(_joined(ordered), self.run_dir / "predictions.pt")
+
+    def _outputs(self) -> Iterable[Any]:
+        averaged = self.trainer.ema_decay is not None
+        return self.engine.predict(self._batches("predict"), self.task, averaged=averaged)
 
     def _find_lr(self) -> None:
         engine = self.strategy.prepare(self.job, self.comm)
@@ -531,51 +500,6 @@ def _tell(comparison: Comparison) -> None:
         log.info("%s", text)
 
 
-def _home(trainer: Trainer, comm: Communicator, device: torch.device) -> Path:
-    """The run directory, made and named by rank 0."""
-
-    def make() -> Path:
-        if trainer.run_dir is not None:  # before what a run at work there keeps is set aside
-            check_free(RunDir(Path(trainer.run_dir)).checkpoints)
-        home = RunDir.create(None if trainer.run_dir is None else Path(trainer.run_dir))
-        home.write_config(trainer.config)
-        home.start_provenance(
-            command=trainer.command,
-            threads=torch.get_num_threads(),
-            devices=[torch.cuda.get_device_name(device)] if device.type == "cuda" else [],
-        )
-        return home.path
-
-    return _from_main(comm, make)
-
-
-def _from_main(comm: Communicator, make: Callable[[], T]) -> T:
-    """What ``make`` gives on rank 0, on every rank; its TorshError is raised on every rank."""
-    made: Any = None
-    if comm.world.is_main:
-        try:
-            made = make()
-        except TorshError as error:
-            made = error
-    made = comm.broadcast_object(made)
-    if isinstance(made, TorshError):
-        raise made
-    result: T = made
-    return result
-
-
-@contextlib.contextmanager
-def _reported(rank: Rank, home: Any) -> Iterator[None]:
-    """A failure tells the callbacks and leaves result.json before it goes on its way."""
-    try:
-        yield
-    except (Exception, KeyboardInterrupt) as error:
-        rank.failed(error)
-        if rank.world.is_main and not rank.membership.survives(error):
-            home.write_error(error)
-        raise
-
-
 def _scaled(task: Task, mesh: Mesh) -> Task:
     """The task with its learning rate scaled by the data-parallel size, where asked for."""
     if task.optimizer.lr_scaling == "none":
@@ -595,45 +519,22 @@ def _check_scaling(trainer: Trainer) -> None:
         )
 
 
-def _check_elastic(trainer: Trainer) -> None:
-    """Refuses what cannot be honoured where processes come and go."""
-    loading = trainer.loading
-    options: dict[str, tuple[bool, str, str]] = {
-        f"data.micro_batch_size={loading.micro_batch_size} without data.batch_size": (
-            loading.batch_size is None and loading.micro_batch_size is not None,
-            "the global batch would follow the number of processes",
-            "give data.batch_size",
-        ),
-        f"optimizer.lr_scaling={trainer.task.optimizer.lr_scaling}": (
-            trainer.task.optimizer.lr_scaling != "none",
-            "the learning rate would follow the number of processes",
-            "set optimizer.lr_scaling=none",
-        ),
-        f"checkpoint.mode={trainer.checkpoint.mode}": (
-            trainer.checkpoint.mode == "async",
-            "a save under way is lost with the processes",
-            "set checkpoint.mode=sync",
-        ),
-        f"trainer.stages={list(trainer.stages)}": (
-            any(stage.startswith("find_") for stage in trainer.stages),
-            "what is found belongs to one number of processes",
-            "look for it in a run of its own",
-        ),
-    }
-    for option, (asked, why, fix) in options.items():
-        if asked:
-            raise Unsupported(f"{option}, and processes come and go here: {why}", fix=fix)
-
-
 def setup_of(trainer: Trainer, task: Task, job: Job, *, total_steps: int | None) -> dict[str, Any]:
     """The part of a run's setup that its knobs and data say (see ``checkpoint.setup``)."""
     return {
-        "trainer.seed": trainer.seed,
         **resume.data_facts(task, trainer.loading, overfit_batches=trainer.overfit_batches),
         **resume.batch_facts(job.batch),
         **resume.task_facts(task),
         **resume.schedule_facts(trainer.schedule),
         "total_steps": total_steps,
+        **knob_facts(trainer),
+    }
+
+
+def knob_facts(trainer: Trainer) -> dict[str, Any]:
+    """The part of a run's setup that its knobs say, whatever it trains."""
+    return {
+        "trainer.seed": trainer.seed,
         "precision": trainer.precision.name,
         **resume.compression_facts(trainer.compression),
         "trainer.max_grad_norm": trainer.max_grad_norm,
@@ -688,6 +589,10 @@ def job_of(trainer: Trainer, task: Task, mesh: Mesh, *, saved: Mapping[str, Any]
         ConfigError: batch arithmetic that contradicts itself, or does not divide.
     """
     _check_scaling(trainer)
+    return job_with(trainer, task, _batch_plan(trainer, mesh, saved=saved))
+
+
+def _batch_plan(trainer: Trainer, mesh: Mesh, *, saved: Mapping[str, Any]) -> BatchPlan:
     numbers = batch_numbers(trainer.loading, accumulate=trainer.accumulate, dp_size=mesh.dp)
     micro_batch_size = saved.get("data.micro_batch_size")
     if micro_batch_size is not None:
@@ -697,10 +602,15 @@ def job_of(trainer: Trainer, task: Task, mesh: Mesh, *, saved: Mapping[str, Any]
             dp_size=mesh.dp,
             saved_micro_batch_size=micro_batch_size,
         )
+    return BatchPlan(*numbers, mesh.dp)
+
+
+def job_with(trainer: Trainer, task: Task, batch: BatchPlan) -> Job:
+    """What a run in steps of ``batch`` asks of its engine."""
     return Job(
         task=task,
         build_model=partial(_build_model, trainer),
-        batch=BatchPlan(*numbers, mesh.dp),
+        batch=batch,
         precision=trainer.precision,
         compression=trainer.compression,
         clip=Clip(trainer.max_grad_norm, trainer.max_grad_value),
@@ -749,21 +659,6 @@ def rehearsal(trainer: Trainer) -> Trainer:
         log_every=1,
         checkpoint=quiet,
     )
-
-
-@contextlib.contextmanager
-def _deterministic() -> Iterator[None]:
-    """Deterministic algorithms in torch within the block: a sweep's next job may not want them."""
-    # cuBLAS reads this when its handle is made, so it has to be in the environment itself.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
 
 
 def _to_host(output: Any) -> Any:

@@ -34,6 +34,7 @@ DISTRIBUTIONS = {
     ("launcher", "mpi"): "torsh-trainer-mpi",
     ("strategy", "horovod"): "torsh-trainer-horovod",
     ("strategy", "deepspeed"): "torsh-trainer-deepspeed",
+    ("task", "lightning"): "torsh-trainer-lightning",
 }
 """Options that a plugin of ours brings: what to install where one is asked for and missing."""
 VERBS = {

@@ -7,13 +7,16 @@ cuts, moves, weights and reduces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.optimizers import OptimizerSpec
+
+if TYPE_CHECKING:  # a course knows engines, which know tasks
+    from torsh_trainer.course import Course, Setting
 
 
 class Mean(NamedTuple):
@@ -117,6 +120,17 @@ class Task:
     def flops_per_sample(self, model: nn.Module) -> float | None:
         """Floating-point operations of forward and backward for one sample, if it is known."""
         return None
+
+    def course(self, setting: Setting) -> Course:
+        """A loop of the task's own, where the one of the trainer does not do.
+
+        A task that does not define it trains in the trainer's loop, which then calls ``forward``,
+        ``loss`` and ``evaluate``; with a course it calls none of them.
+
+        Raises:
+            TorshError: a knob of the run means nothing to this course.
+        """
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """The task's own state for a checkpoint: tensors, numbers, strings; no code."""

@@ -21,7 +21,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.inline import Inline
 from torsh_trainer.precision import Precision
-from torsh_trainer.rank import run_rank
+from torsh_trainer.process import run_rank
 from torsh_trainer.rundir import fresh_name
 from torsh_trainer.schedule.base import Schedule, StatefulSchedule
 from torsh_trainer.strategies.base import Strategy

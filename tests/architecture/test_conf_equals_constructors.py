@@ -28,6 +28,10 @@ INJECTED = {"model", "data", "optimizer"}
 """What a task is given from the groups of these names."""
 ON_PURPOSE = {
     ("optimizer/muon", "others"): "Muon takes matrices alone, so something has to take the rest",
+    ("task/lightning", "module"): "its class is named beside its arguments",
+    ("task/lightning", "datamodule"): "its class is named beside its arguments",
+    ("task/lightning", "callbacks"): "what is added has a name",
+    ("task/lightning", "loggers"): "what is added has a name",
 }
 """Values that differ from the constructor's."""
 

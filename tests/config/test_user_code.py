@@ -71,3 +71,19 @@ def test_mistakes_are_told_as_the_page_says(page, project, door, change):
     assert answer.code == 2
     said = answer.err.strip().removeprefix("error: ").partition(" (to hand it to")[0]
     assert f"`{said}`" in page
+
+
+def test_a_place_that_a_recipe_has_filled_from_a_group_takes_another_option(tmp_path, door):
+    files = {
+        "conf/mine/sizes/small.yaml": "in_features: 4\n",
+        "conf/mine/sizes/large.yaml": "in_features: 8\n",
+        "conf/recipes/sized/recipe.yaml": "defaults:\n  - /mine/sizes@model: small\n"
+        "  - override /task: classification\n  - override /model: mlp\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    args = ["--config-dir", str(tmp_path / "conf"), "+recipe=sized"]
+    for choice, features in (([], 4), (["mine/sizes@model=large"], 8)):
+        config = door(*args, *choice, "--cfg", "job").config
+        assert config["model"]["in_features"] == features

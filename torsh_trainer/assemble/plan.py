@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,16 @@ class Plan(Buildable):
                 f"{self.key}: {name_of(self.factory)} refuses what it was given: {error}",
                 fix=f"look at {self.key}.*; debug=true shows the traceback",
             ) from error
+
+
+@dataclass(frozen=True)
+class Factory(Buildable):
+    """A plan for somebody who decides himself when the object is made."""
+
+    plan: Plan
+
+    def build(self) -> Callable[[], Any]:
+        return self.plan.build
 
 
 def plan(
@@ -154,9 +165,19 @@ class Signature:
 
     def fit(self, name: str, value: Any, *, key: str) -> Any:
         """``value`` as the annotation of ``name`` asks for it."""
-        parameter = self.parameters.get(name)
+        parameter, hint = self.parameters.get(name), self.hints.get(name, Any)
         default = inspect.Parameter.empty if parameter is None else parameter.default
-        return fitted(value, self.hints.get(name, Any), key=key, default=default, nested=_nested)
+        if isinstance(value, Plan) and not value.partial and _asks_for_factory(hint):
+            return Factory(value)
+        return fitted(value, hint, key=key, default=default, nested=_nested)
+
+
+def _asks_for_factory(hint: Any) -> bool:
+    """Whether an annotation names, perhaps among others, a callable that takes nothing."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_asks_for_factory(part) for part in arguments)
+    return origin is Callable and len(arguments) == 2 and arguments[0] == []
 
 
 def target_of(node: Mapping[str, Any], *, key: str) -> Any:
@@ -205,7 +226,7 @@ def _planned(value: Any, key: str) -> Any:
     """``value`` with every node in it, however deep, replaced by its plan."""
     if isinstance(value, Mapping):
         if TARGET in value:
-            return plan(value, key=key)
+            return None if value[TARGET] is None else plan(value, key=key)
         return {name: _planned(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list):
         return [_planned(item, f"{key}[{i}]") for i, item in enumerate(value)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from torsh_trainer.world import World
 class RunInfo:
     """Facts about a run, known before its first step.
 
+    ``batch_size`` and ``micro_batch_size`` are 0 where a task's own loaders say them.
     ``units_per_sample``/``unit`` turn samples into tokens for throughput. ``flops_per_sample`` and
     ``peak_flops`` (of all devices together, per second) are None when unknown. ``config`` is the
     resolved configuration (plain dicts) or what the library was given. ``max_steps`` None means
@@ -138,3 +140,14 @@ class Callback:
 
 class MainOnly(Callback):
     """A callback that lives on rank 0 alone; the loop leaves it out on every other rank."""
+
+
+def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+    """Callbacks under the names of their classes, numbered from the second of a class on."""
+    count: Counter[str] = Counter()
+    named = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        count[name] += 1
+        named.append((name if count[name] == 1 else f"{name}_{count[name]}", callback))
+    return named

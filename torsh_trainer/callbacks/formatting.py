@@ -50,6 +50,8 @@ def nearby(path: str | Path) -> str:
 
 def batch_arithmetic(info: RunInfo) -> str:
     """``64 = 16 micro x 2 accumulate x 2 processes``."""
+    if not info.batch_size:
+        return f"as the task's loaders say, x {info.accumulate} accumulate x {info.world.size}"
     copies = max(1, info.batch_size // (info.micro_batch_size * info.accumulate))
     word = "process" if copies == 1 else "processes"
     if copies != info.world.size:

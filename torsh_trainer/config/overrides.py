@@ -109,7 +109,9 @@ class Overrides:
                     f"{override.input_line} names no recipe", fix=self._offer(group, "")
                 )
             return f"~{key}"
-        sign = "" if group in GROUPS else "+"
+        # A group of the user's own is added, unless it says where: then a recipe has chosen there.
+        placed = "@" in key and not str(override.input_line).startswith("+")
+        sign = "" if group in GROUPS or placed else "+"
         if override.is_sweep_override() and not isinstance(override._value, ChoiceSweep):
             return f"{sign}{key}={_after(override)}"  # glob(...): Hydra asks for the options
         if isinstance(override._value, ChoiceSweep):

@@ -11,7 +11,8 @@ micro-batches and over ranks.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,6 +25,7 @@ from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.data.batch import MicroBatch as MicroBatch
 from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.membership import Membership
 from torsh_trainer.precision import Precision
 from torsh_trainer.task import Mean, Task
@@ -118,6 +120,8 @@ class Job:
     one step of the optimizers with gradients of zero, at that rate, before the first: some engines
     take it while they start, and Adam counts it, and weights decay by it. ``phantom_state`` False
     forgets the optimizer's state of that step: what is left is what it did to the weights.
+    ``manual`` says that the task calls ``backward`` and ``step_one`` itself, within a forward of
+    the model's.
     """
 
     task: Task
@@ -135,6 +139,7 @@ class Job:
     max_steps: int | None = None
     phantom_lr: float | None = None
     phantom_state: bool = True
+    manual: bool = False
     seed: int = 0
     deterministic: bool = False
 
@@ -170,6 +175,14 @@ class Engine(abc.ABC):
 
     optimizers: Mapping[str, Optimizer]
 
+    whole_optimizers: ClassVar[bool] = True
+    """Whether those that the task built, and that are stepped, hold whole gradients and state."""
+
+    @property
+    def loss_scaler(self) -> LossScaler | None:
+        """What scales the loss, if anything does."""
+        return None
+
     @abc.abstractmethod
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
@@ -192,11 +205,50 @@ class Engine(abc.ABC):
         """Forgets the gradients."""
 
     @abc.abstractmethod
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
         """Manual optimization: adds the gradients of ``loss``; ``sync`` communicates them.
 
-        The gradient of ``loss`` is averaged over ranks.
+        The gradient of ``loss`` is averaged over ranks. ``run`` is what computes it, from the loss
+        as it is scaled.
+
+        Raises:
+            Unsupported: another ``run`` than the default, to an engine with a backward of its own.
         """
+
+    def without_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Forwards and backwards within add to local gradients and communicate nothing."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
+        """Around one training forward that the caller makes: gives what to call.
+
+        ``manual`` says that ``backward`` and ``step_one`` are called within it.
+        """
+        yield self.module
+
+    @contextlib.contextmanager
+    def evaluation_forward(self) -> Iterator[nn.Module]:
+        """Around one forward without gradients that the caller makes: gives what to call.
+
+        Every rank makes as many. Modes and gradients are the caller's to switch.
+        """
+        yield self.module
+
+    def clip_one(self, name: str, clip: Clip) -> Tensor | None:
+        """Manual optimization: clips now what ``step_one`` of that optimizer will apply.
+
+        Gives the norm before it, where there is a bound for it and the engine knows it by now.
+
+        Raises:
+            Unsupported: gradients cannot be clipped apart from a step.
+        """
+        raise Unsupported(
+            "this strategy cannot clip gradients apart from a step",
+            fix="leave clipping out, or use strategy=ddp or strategy=fsdp",
+        )
 
     @abc.abstractmethod
     def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:

@@ -6,7 +6,7 @@ Every process holds the whole model; ``torsh_trainer.comm.reducer`` sums the gra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -184,15 +184,17 @@ class BuiltInEngine(NativeEngine):
         self._finish()
         return report
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
         if self._reducer is None or self._averages:
-            super().backward(loss, sync=sync)
+            super().backward(loss, sync=sync, run=run)
             if sync:
                 self._finish()
             return
         self._reducer.factor = 1.0 / self.comm.world.size
         try:
-            super().backward(loss, sync=sync)
+            super().backward(loss, sync=sync, run=run)
             if sync:
                 self._finish()
         finally:
@@ -223,8 +225,11 @@ class BuiltInEngine(NativeEngine):
         if self._common is not None:
             self._common.leave()
 
-    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+    def without_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._reducer is None else self._reducer.without_sync()
+
+    def _shares_buffers(self, *, manual: bool) -> bool:
+        return self._knobs.broadcast_buffers
 
     def _share_buffers(self) -> None:
         if self._reducer is not None:

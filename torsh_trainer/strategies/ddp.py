@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -133,6 +133,8 @@ class DDPEngine(NativeEngine):
         self._knobs = knobs
         self._reducer = reducer
         self._checked = False
+        self._within_forward = False
+        self._manual = job.manual
         self._order: list[str] | None = None
         wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
@@ -173,20 +175,63 @@ class DDPEngine(NativeEngine):
             self._zero_unused()
         return report
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
-        if self._knobs.zero_unused:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
+        if self._knobs.zero_unused and self._manual:
             raise no_zero_unused(self._knobs)
         if self._knobs.op == "sum":
             raise self._knobs.refuse(
                 "strategy.op=sum under manual optimization, where a gradient is averaged",
                 use="set strategy.op=average, and multiply the loss",
             )
-        super().backward(loss, sync=sync)
-        if self._ddp is None and sync:
+        if self._within_forward and sync and self._ddp is not None:
+            self._arm(self._ddp, loss)
+        super().backward(loss, sync=sync, run=run)
+        if not sync:
+            return
+        if not self._checked:
+            self._check_unused()
+        if self._ddp is None:
             self._reduce_now()
+        if self._knobs.zero_unused:
+            self._zero_unused()
 
     @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
+    def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
+        if manual and self._knobs.static_graph:
+            raise self._knobs.refuse(
+                "strategy.static_graph where the task itself steps", use="leave it out"
+            )
+        self._within_forward = manual
+        try:
+            with super().training_forward(manual=manual) as module:
+                # torch's wrapper readies itself for one backward, after its forward has ended.
+                yield self.eval_module if manual else module
+        except RuntimeError as error:
+            raise self._left_over(error) or error from error
+        finally:
+            self._within_forward = False
+
+    def _arm(self, ddp: DistributedDataParallel, loss: Tensor) -> None:
+        """What torch's wrapper does around a forward, for a backward of ``loss``."""
+        try:
+            ddp.reducer.prepare_for_forward()
+            ddp.reducer._rebuild_buckets()
+            reached = [loss] if self._knobs.find_unused_parameters else []
+            ddp.reducer.prepare_for_backward(reached)
+        except RuntimeError as error:
+            raise self._left_over(error) or error from error
+
+    def _left_over(self, error: RuntimeError) -> ConfigError | None:
+        """What torch means by an error about the backward before this one, if it is that."""
+        return self._unused_error() if "finished reduction" in str(error) else None
+
+    def _shares_buffers(self, *, manual: bool) -> bool:
+        return self._knobs.broadcast_buffers and (manual or self._ddp is None)
+
+    @contextlib.contextmanager
+    def without_sync(self) -> Iterator[None]:
         # A static graph is learnt in the first step, which torch does not do within no_sync.
         learns = self._knobs.static_graph and not self._checked
         if self._ddp is None or learns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -15,7 +15,16 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.scatter import CompressedScatter
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
-from torsh_trainer.strategies.base import Engine, Job, LossReport, Mesh, MicroBatch, Strategy
+from torsh_trainer.strategies.base import (
+    Clip,
+    Engine,
+    Job,
+    LossReport,
+    Mesh,
+    MicroBatch,
+    StepOutcome,
+    Strategy,
+)
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
 from torsh_trainer.task import Task
@@ -84,9 +93,17 @@ class FSDP(Strategy):
             comm.broadcast(comm.place(tensor.detach()), src=0)
         units = self._units(model)
         modules.compiled(job, units or [model])
-        self._shard(model, units, job, mesh)
-        group = _shard_group(mesh)
-        return FSDPEngine(self, job, comm, model=model, shard_group=group, scatter=scatter)
+        roots = self._roots(model) if job.manual else [model]
+        self._shard(roots, [unit for unit in units if unit not in roots], job, mesh)
+        return FSDPEngine(
+            self,
+            job,
+            comm,
+            model=model,
+            roots=roots,
+            shard_group=_shard_group(mesh),
+            scatter=scatter,
+        )
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         if self.wrap_modules:
@@ -97,7 +114,35 @@ class FSDP(Strategy):
             units = _by_size(model, self.wrap_min_parameters)
         return [unit for unit in units if not _shares_parameters(model, unit)]
 
-    def _shard(self, model: nn.Module, units: Sequence[nn.Module], job: Job, mesh: Any) -> None:
+    def _roots(self, model: nn.Module) -> list[nn.Module]:
+        """For a task that steps within a forward of ``model``: the modules that it calls there.
+
+        Raises:
+            Unsupported: a parameter is in none of them, or in several.
+        """
+        roots = list(_called(model))
+        for name, _ in model.named_parameters(recurse=False):
+            raise self.refuse(
+                f"the parameter {name!r} of a module that steps its optimizers itself, within its "
+                "own forward",
+                use="put it into a submodule, or use strategy=ddp",
+            )
+        for root in roots:
+            if _shares_parameters(model, root):
+                raise self.refuse(
+                    "parameters that submodules share, in a module that steps its optimizers "
+                    "itself",
+                    use="use strategy=ddp",
+                )
+        return roots
+
+    def _shard(
+        self,
+        roots: Sequence[nn.Module],
+        units: Sequence[nn.Module],
+        job: Job,
+        mesh: Any,
+    ) -> None:
         # Imported here: torch.distributed.fsdp costs every other strategy's start-up.
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
@@ -129,7 +174,8 @@ class FSDP(Strategy):
         }
         for unit in units:
             fully_shard(unit, mp_policy=policy, **common)
-        fully_shard(model, mp_policy=root_policy, **common)
+        for root in roots:
+            fully_shard(root, mp_policy=root_policy, **common)
         if self.prefetch_depth is not None:
             chain = [cast(FSDPModule, unit) for unit in units]
             for i, link in enumerate(chain):
@@ -141,6 +187,8 @@ class FSDP(Strategy):
 class FSDPEngine(NativeEngine):
     """The engine of ``fsdp``: the model itself carries FSDP2's hooks."""
 
+    whole_optimizers = False
+
     def __init__(
         self,
         knobs: FSDP,
@@ -148,6 +196,7 @@ class FSDPEngine(NativeEngine):
         comm: Communicator,
         *,
         model: nn.Module,
+        roots: Sequence[nn.Module],
         shard_group: Any,
         scatter: CompressedScatter | None = None,
     ) -> None:
@@ -161,7 +210,11 @@ class FSDPEngine(NativeEngine):
             compression=scatter,
         )
         self._knobs = knobs
+        self._roots: list[Any] = list(roots)
+        self._syncs = True
+        self._manual = job.manual
         self._shard_group = shard_group
+        self._stepped_so_far: dict[str, int] = {}  # parameters, by optimizer
         for module in model.modules() if scatter is not None else ():
             if hasattr(module, "set_custom_reduce_scatter"):
                 cast(Any, module).set_custom_reduce_scatter(scatter)
@@ -174,22 +227,50 @@ class FSDPEngine(NativeEngine):
             self._zero_unused()
         return report
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
-        if self._knobs.zero_unused:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
+        if self._knobs.zero_unused and self._manual:
             raise no_zero_unused(self._knobs)
-        super().backward(loss, sync=sync)
+        super().backward(loss, sync=sync, run=run)
+        if self._knobs.zero_unused and sync:
+            self._zero_unused()
+
+    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+        groups = self.optimizers[name].param_groups
+        count = sum(len(group["params"]) for group in groups)
+        if count != self._stepped_so_far.get(name):
+            self._stepped_so_far[name] = count
+            self._refuse_freed(groups)
+        return super().step_one(name, clip)
+
+    def _refuse_freed(self, groups: Sequence[dict[str, Any]]) -> None:
+        """FSDP2 settles once which parameters have gradients: one freed later would get none."""
+        trains = {id(parameter) for parameter in self._parameters}
+        given = [parameter for group in groups for parameter in group["params"]]
+        freed = [self._names[id(p)] for p in given if p.requires_grad and id(p) not in trains]
+        if freed:
+            raise self._knobs.refuse(
+                f"parameters that were frozen at the start and train now: {', '.join(freed[:4])}",
+                use="set strategy=ddp, or free them before the run and give them a rate of 0",
+            )
 
     @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
+    def without_sync(self) -> Iterator[None]:
         if self._knobs.reduce_every_micro_batch:
             yield
             return
-        model = cast(Any, self.model)
-        model.set_requires_gradient_sync(False)
+        before, self._syncs = self._syncs, False
+        self._set_sync(False)
         try:
             yield
         finally:
-            model.set_requires_gradient_sync(True)
+            self._syncs = before
+            self._set_sync(before)
+
+    def _set_sync(self, syncs: bool) -> None:
+        for root in self._roots:
+            root.set_requires_gradient_sync(syncs)
 
     @contextlib.contextmanager
     def _evaluating(self, *, averaged: bool) -> Iterator[None]:
@@ -197,11 +278,24 @@ class FSDPEngine(NativeEngine):
             with super()._evaluating(averaged=averaged):
                 yield
         finally:
-            # With reshard_after_forward=false a forward without backward leaves what it gathered,
-            # and the next one would use that instead of parameters that have changed since.
-            for module in self.model.modules():
-                if hasattr(module, "reshard"):
-                    cast(Any, module).reshard()
+            self._let_go()
+
+    @contextlib.contextmanager
+    def evaluation_forward(self) -> Iterator[nn.Module]:
+        try:
+            with super().evaluation_forward() as module:
+                yield module
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what a forward without backward has gathered, with reshard_after_forward=false.
+
+        The next one would use that instead of parameters that have changed since.
+        """
+        for module in self.model.modules():
+            if hasattr(module, "reshard"):
+                cast(Any, module).reshard()
 
     def _local(self, gradients: list[Tensor]) -> list[Tensor]:
         return [cast(Any, gradient).to_local() for gradient in gradients]
@@ -242,6 +336,15 @@ def _shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
     inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
     everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     return any(everywhere[key] > count for key, count in inside.items())
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The nearest submodules with parameters that have a forward of their own."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
 
 
 def _by_size(model: nn.Module, least: int) -> list[nn.Module]:

@@ -83,6 +83,8 @@ class NativeEngine(Engine):
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
         self._last: dict[str, float] = {}
+        self._clipped: dict[str, StepOutcome] = {}  # by optimizer, what its step will apply
+        self._buffers_due = True  # the next training forward begins a step
         self._skip_nonfinite = job.skip_nonfinite or self._scaler is not None
         self._held = None if job.precision.gradients == "fp32" else DTYPES[job.precision.gradients]
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -104,7 +106,7 @@ class NativeEngine(Engine):
             self._compression.begin(self._loss_scale)
         if len(micro_batches) == 1 and self._held is None:
             return LossReport((self._micro_batch(micro_batches[0], total_weight, task),))
-        with self._without_sync():
+        with self.without_sync():
             parts = [self._added(mb, total_weight, task) for mb in micro_batches[:-1]]
         parts.append(self._added(micro_batches[-1], total_weight, task))
         return LossReport(tuple(parts))
@@ -168,25 +170,35 @@ class NativeEngine(Engine):
             self._compression.advance()
 
     @property
+    def loss_scaler(self) -> LossScaler | None:
+        return self._scaler
+
+    @property
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def _unscale_and_clip(
-        self, parameters: Iterable[nn.Parameter], clip: Clip, *, measure_norm: bool
+        self,
+        parameters: Iterable[nn.Parameter],
+        clip: Clip,
+        *,
+        measure_norm: bool,
+        scaled: bool = True,
     ) -> StepOutcome:
+        scaler = self._scaler if scaled else None
         wants_norm = measure_norm or clip.norm is not None or self._skip_nonfinite
         if not wants_norm and clip.value is None:
             return _APPLIED
         if self._sparse:
             _coalesce(parameters)
         gradients = self._local([p.grad for p in parameters if p.grad is not None])
-        if self._scaler is not None:
-            torch._foreach_mul_(gradients, 1.0 / self._scaler.scale)
+        if scaler is not None:
+            torch._foreach_mul_(gradients, 1.0 / scaler.scale)
         norm = self._norm(gradients) if wants_norm else None
         if norm is not None and self._skip_nonfinite and not bool(torch.isfinite(norm)):
             return StepOutcome(norm, skipped=True)
-        if self._scaler is not None and self._scaler.divisor != self._scaler.scale:
-            share = self._scaler.scale / self._scaler.divisor
+        if scaler is not None and scaler.divisor != scaler.scale:
+            share = scaler.scale / scaler.divisor
             torch._foreach_mul_(gradients, share)
             clipped = None if norm is None else norm * share
         else:
@@ -202,24 +214,53 @@ class NativeEngine(Engine):
 
     # -- manual optimization --------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
+        self._clipped.clear()
+        self._buffers_due = self._buffers_due or sync
         if self._compression is not None:
             self._compression.begin(self._loss_scale)
         if self._scaler is not None:
             loss = loss * self._scaler.scale
-        with contextlib.nullcontext() if sync else self._without_sync():
+        with contextlib.nullcontext() if sync else self.without_sync():
             try:
-                loss.backward()
+                run(loss)
             except RuntimeError as error:
                 raise _why_no_backward(loss) or error from error
         self._hold()
 
+    @contextlib.contextmanager
+    def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
+        if self._buffers_due and self._shares_buffers(manual=manual):
+            self._share_buffers()
+        self._buffers_due = False
+        yield self.module
+
+    @contextlib.contextmanager
+    def evaluation_forward(self) -> Iterator[nn.Module]:
+        self._share_buffers()
+        yield self.eval_module
+
+    def clip_one(self, name: str, clip: Clip) -> Tensor | None:
+        before = self._clipped.get(name)
+        if before is not None and before.skipped:
+            return before.grad_norm
+        groups = self.optimizers[name].param_groups
+        outcome = self._clipped[name] = self._unscale_and_clip(
+            [p for group in groups for p in group["params"]],
+            clip,
+            measure_norm=False,
+            scaled=before is None,
+        )
+        return outcome.grad_norm
+
     def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
-        optimizer = self.optimizers[name]
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        outcome = self._unscale_and_clip(parameters, clip, measure_norm=False)
+        if name not in self._clipped or clip != Clip():
+            self.clip_one(name, clip)
+        outcome = self._clipped.pop(name)
         if not outcome.skipped:
-            optimizer.step()
+            self.optimizers[name].step()
             if self._ema is not None:
                 self._ema.update()
         self._stepped(outcome)
@@ -372,10 +413,6 @@ class NativeEngine(Engine):
         # The factor enters as the gradient of the loss: a product would cost two operations.
         _run_backward(loss, self._gradient(factor, loss))
 
-    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backward within adds to local gradients and communicates nothing."""
-        return contextlib.nullcontext()
-
     def _local(self, gradients: list[Tensor]) -> list[Tensor]:
         """The storage behind gradients, as plain tensors."""
         return [g.values() if g.is_sparse else g for g in gradients] if self._sparse else gradients
@@ -386,6 +423,10 @@ class NativeEngine(Engine):
 
     def _share_buffers(self) -> None:
         """Rank 0's buffers on every rank."""
+
+    def _shares_buffers(self, *, manual: bool) -> bool:
+        """Whether a step that the caller makes begins with rank 0's buffers, by our doing."""
+        return False
 
 
 def no_zero_unused(knobs: Strategy) -> Unsupported:

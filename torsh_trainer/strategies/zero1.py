@@ -133,13 +133,21 @@ def _part(optimizer: Optimizer, mine: Collection[nn.Parameter]) -> Optimizer:
     """
     own = set(mine)
     part: Optimizer = object.__new__(type(optimizer))
-    vars(part).update(vars(optimizer))
+    vars(part).update(own_attributes(optimizer))
     part.state = defaultdict(dict)
     part.param_groups = [
         {**_settings(group), "params": [p for p in group["params"] if p in own]}
         for group in optimizer.param_groups
     ]
     return part
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a copy of an optimizer takes over: not the ``step`` that a scheduler has put on it.
+
+    That one counts steps, and steps the optimizer that it was made for.
+    """
+    return {name: value for name, value in vars(optimizer).items() if name != "step"}
 
 
 def _share(parameters: Sequence[nn.Parameter], *, rank: int, members: int) -> set[nn.Parameter]:

@@ -17,6 +17,7 @@ from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Clip, Job, LossReport, MicroBatch, StepOutcome
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.state import load_optimizers
+from torsh_trainer.strategies.zero1 import own_attributes
 from torsh_trainer.task import Task
 from torsh_trainer_deepspeed.library import Replacement
 from torsh_trainer_deepspeed.shards import (
@@ -37,6 +38,7 @@ class DeepSpeedEngine(NativeEngine):
     """
 
     emulates = False
+    clips_values = True
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class DeepSpeedEngine(NativeEngine):
         if not autocast:
             self._autocast = None
         self._used: set[str] = set()
+        self._clip_ahead = Clip()
         self._hooks = [
             p.register_post_accumulate_grad_hook(_noting(self._used, name))
             for name, p in model.named_parameters()
@@ -103,7 +106,7 @@ class DeepSpeedEngine(NativeEngine):
             self._wrapped.backward(loss * factor, scale_wrt_gas=False)
 
     @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
+    def without_sync(self) -> Iterator[None]:
         self._wrapped.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -129,13 +132,32 @@ class DeepSpeedEngine(NativeEngine):
 
     # -- manual optimization --------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
-        with contextlib.nullcontext() if sync else self._without_sync():
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
+        if run is not Tensor.backward:
+            raise Unsupported(
+                "strategy=deepspeed runs the backward itself, and the task brings one of its own",
+                fix="take it out, or use strategy=ddp or strategy=fsdp",
+                strategy="deepspeed",
+            )
+        with contextlib.nullcontext() if sync else self.without_sync():
             self._backpropagate(loss, self._loss_scale)
+        if sync:
+            if len(self._used) < len(self._hooks):
+                self._refuse_unused()
+            self._used.clear()
 
     def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
         assert name in self.optimizers
-        return self.step(clip)
+        ahead, self._clip_ahead = self._clip_ahead, Clip()
+        return self.step(ahead if clip == Clip() else clip)
+
+    def clip_one(self, name: str, clip: Clip) -> Tensor | None:
+        if clip.value is not None and not self.clips_values:
+            raise _no_value_clipping()
+        self._clip_ahead = clip  # gradients are DeepSpeed's until it steps
+        return None
 
     # -- what differs ---------------------------------------------------------------------------
 
@@ -157,6 +179,9 @@ class ZeroEngine(DeepSpeedEngine):
     partitions; it has groups of its own, which take over those settings before each step.
     ``masters`` are the fp32 values by parameter, where DeepSpeed has rounded the model's.
     """
+
+    clips_values = False
+    whole_optimizers = False
 
     def __init__(
         self,
@@ -314,7 +339,7 @@ _OWN = {"params", "param_names"}
 def without_state(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same kind and settings, with groups and state of its own."""
     other: Optimizer = object.__new__(type(optimizer))
-    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.update(own_attributes(optimizer))
     other.param_groups = [dict(group) for group in optimizer.param_groups]
     other.state = type(optimizer.state)(dict)
     return other

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -80,7 +80,9 @@ class AdasumEngine(HorovodEngine):
         super().__init__(*parts, **more)
         self._wait_for(NEVER)
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
         raise self._knobs.refuse(
             "op=adasum under manual optimization, where a gradient is averaged over ranks",
             use="set strategy.op=average",
@@ -106,7 +108,7 @@ class AdasumEngine(HorovodEngine):
             raise modules.unused_parameters(missing)
 
     @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
+    def without_sync(self) -> Iterator[None]:
         yield
 
     @contextlib.contextmanager

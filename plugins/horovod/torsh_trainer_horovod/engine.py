@@ -18,6 +18,7 @@ from torsh_trainer.strategies.base import Clip, Engine, Job, LossReport, MicroBa
 from torsh_trainer.strategies.builtin import BuiltIn, BuiltInEngine
 from torsh_trainer.strategies.compressing import reducer_for
 from torsh_trainer.strategies.native import NativeEngine
+from torsh_trainer.strategies.zero1 import own_attributes
 from torsh_trainer.task import Task
 from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.wire import HorovodWire
@@ -124,13 +125,15 @@ class HorovodEngine(NativeEngine):
         with self._reduced():
             return super().step(clip, measure_norm=measure_norm)
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
         if self._knobs.op == "sum":
             raise self._knobs.refuse(
                 "op=sum under manual optimization, where a gradient is averaged over ranks",
                 use="set strategy.op=average, and multiply the loss",
             )
-        super().backward(loss, sync=sync)
+        super().backward(loss, sync=sync, run=run)
         if sync:
             self._finish()
 
@@ -148,7 +151,7 @@ class HorovodEngine(NativeEngine):
         self._running.close()
 
     @contextlib.contextmanager
-    def _without_sync(self) -> Iterator[None]:
+    def without_sync(self) -> Iterator[None]:
         self._wait_for(NEVER)
         try:
             yield
@@ -206,6 +209,9 @@ class HorovodEngine(NativeEngine):
         used = flags.tolist()
         return [p for p, anywhere in zip(self._parameters, used, strict=True) if not anywhere]
 
+    def _shares_buffers(self, *, manual: bool) -> bool:
+        return self._knobs.broadcast_buffers
+
     def _share_buffers(self) -> None:
         modules.share(self.model.buffers(), self.comm)
 
@@ -245,7 +251,7 @@ def _adoptable(optimizer: Optimizer) -> Optimizer:
     kind = type(optimizer)
 
     def adopt(self: Optimizer, params: object) -> None:
-        self.__dict__.update(vars(optimizer))
+        self.__dict__.update(own_attributes(optimizer))
 
     adopting = type(kind.__name__, (kind,), {"__init__": adopt})
     adopted: Optimizer = object.__new__(adopting)

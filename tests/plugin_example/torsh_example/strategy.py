@@ -6,7 +6,7 @@ keeps optimizer state by parameter name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -147,9 +147,11 @@ class ExampleEngine(Engine):
 
     # -- manual optimization --------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, sync: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
+    ) -> None:
         _check(loss)
-        loss.backward()
+        run(loss)
         if sync:
             self._sum_gradients()
             for parameter in self._parameters:

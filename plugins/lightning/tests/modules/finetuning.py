@@ -1,0 +1,59 @@
+"""Fine-tuning: a frozen backbone with batch norms, of which a callback frees a part later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from modules.data import CLASSES, FEATURES
+
+
+class FineTuned(L.LightningModule):
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.backbone = nn.Sequential(
+            nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)
+        )
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=self.hparams.lr, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.1)]
+
+
+class Milestones(BaseFinetuning):
+    """Frees the backbone's last layer after ``epoch`` epochs, at a tenth of the rate."""
+
+    def __init__(self, epoch: int = 1) -> None:
+        super().__init__()
+        self.epoch = epoch
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer
+    ) -> None:
+        if epoch == self.epoch:
+            self.unfreeze_and_add_param_group(
+                pl_module.backbone[-1], optimizer, initial_denom_lr=10.0
+            )

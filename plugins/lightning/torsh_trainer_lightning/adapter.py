@@ -1,0 +1,180 @@
+"""What both directions share: a LightningModule as a task, and its methods through an engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch import nn
+from torch.optim import Optimizer
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.strategies.base import Engine, Job, Strategy
+from torsh_trainer.task import DataSource, Task
+
+
+@dataclass(frozen=True)
+class Configured:
+    """What ``configure_optimizers`` has given, whatever its form, in its order.
+
+    ``optimizers`` are the module's own objects, which its schedulers and callbacks know; an engine
+    may step others in their place (see ``joined``).
+    """
+
+    optimizers: Sequence[Optimizer] = ()
+    schedulers: Sequence[LRSchedulerConfig] = ()
+
+    @property
+    def by_name(self) -> dict[str, Optimizer]:
+        """``main`` where there is one, else ``optimizer_0``, ``optimizer_1``, ..."""
+        return dict(zip(optimizer_names(len(self.optimizers)), self.optimizers, strict=True))
+
+    def name_of(self, optimizer: Optimizer) -> str:
+        """What an engine calls an optimizer, or the LightningOptimizer around it.
+
+        Raises:
+            ConfigError: ``configure_optimizers`` has not returned it.
+        """
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        for name, known in self.by_name.items():
+            if known is inner:
+                return name
+        raise ConfigError(
+            f"an optimizer {type(inner).__name__} steps that configure_optimizers has not returned",
+            fix="return it from there, and take it from self.optimizers()",
+        )
+
+
+def optimizer_names(count: int) -> list[str]:
+    """The names under which an engine and a checkpoint know so many optimizers."""
+    return ["main"] if count == 1 else [f"optimizer_{index}" for index in range(count)]
+
+
+def configured(module: LightningModule) -> Configured:
+    """Calls ``configure_optimizers`` as Lightning does, with its checks of what comes back.
+
+    The module has its trainer by then, and its parameters are what the engine holds.
+    """
+    optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    return Configured(tuple(optimizers), tuple(schedulers))
+
+
+class ModuleTask(Task):
+    """A LightningModule as a task: the model is the module itself.
+
+    ``configure`` gives the optimizers, once the engine holds the parameters; ``configured`` keeps
+    what it gave. Forward, loss and data are the loop's business, which knows the module's hooks.
+    """
+
+    data = DataSource()
+    sample_weight = 1.0
+    unit = "batches"
+
+    def __init__(
+        self,
+        module: LightningModule,
+        configure: Callable[[LightningModule], Configured] = configured,
+    ) -> None:
+        self.module = module
+        self.configure = configure
+        self.configured = Configured()
+
+    def build_model(self) -> nn.Module:
+        return self.module
+
+    def build_optimizers(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> Mapping[str, Optimizer]:
+        self.configured = self.configure(self.module)
+        return self.configured.by_name
+
+
+def prepared(strategy: Strategy, job: Job, comm: Communicator, task: ModuleTask) -> Engine:
+    """``strategy.prepare``, for a module that keeps its modes and the optimizers that it knows.
+
+    Engines put a model into training mode; in Lightning what its author has put into evaluation
+    mode (a frozen backbone) stays there.
+    """
+    with modes_kept(task.module):
+        engine = strategy.prepare(job, comm)
+    joined(task.configured, engine)
+    return engine
+
+
+def joined(configured: Configured, engine: Engine) -> None:
+    """Makes the settings of the module's optimizers those of what the engine steps for them.
+
+    Horovod and a sharded optimizer step objects of their own; schedulers and callbacks change the
+    groups of the module's.
+    """
+    for name, optimizer in configured.by_name.items():
+        stepped = engine.optimizers.get(name, optimizer)
+        if stepped is not optimizer:
+            optimizer.param_groups = stepped.param_groups
+
+
+@contextlib.contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Within, modes of the module and its parts may change; then they are what they were."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+def through(wrapper: nn.Module, module: LightningModule, method: str, *args: Any, **kw: Any) -> Any:
+    """``module.method(*args)``, called as the forward of ``wrapper`` (an engine's) around it.
+
+    The module's forward is another for the outermost call only; within, ``self(batch)`` is its own.
+    """
+    if wrapper is module and not hasattr(module, "unshard"):
+        return getattr(module, method)(*args, **kw)
+    state = vars(module)
+    own = {"forward": state["forward"]} if "forward" in state else {}
+
+    def restore() -> None:
+        state.pop("forward", None)
+        state.update(own)
+
+    def redirected(*args: Any, **kw: Any) -> Any:
+        restore()
+        with _entered(module):
+            return getattr(module, method)(*args, **kw)
+
+    state["forward"] = redirected
+    try:
+        return wrapper(*args, **kw)
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def _entered(module: nn.Module) -> Iterator[None]:
+    """Within, ``self(batch)`` does not gather, and then free, what the outer call has gathered.
+
+    FSDP2 does both from hooks of a module, of which it expects one call at a time.
+    """
+    find: Any = getattr(module, "_get_fsdp_state", None)
+    if find is None:
+        yield
+        return
+    state = find()
+    places: list[tuple[Any, Any]] = [
+        (module._forward_pre_hooks, state._pre_forward_hook_handle),
+        (module._forward_hooks, state._post_forward_hook_handle),
+    ]
+    taken = [(hooks, handle.id, hooks.pop(handle.id)) for hooks, handle in places]
+    try:
+        yield
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
+            hooks.move_to_end(key, last=hooks is module._forward_hooks)

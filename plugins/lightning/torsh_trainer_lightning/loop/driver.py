@@ -1,0 +1,491 @@
+"""The loop of a run that trains a LightningModule: reports, saves, signals around Lightning's."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import signal
+import time
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer import call
+from torch import Tensor
+
+from torsh_trainer.callbacks.base import (
+    Callback,
+    EvaluationReport,
+    SaveReport,
+    StepReport,
+    named_callbacks,
+)
+from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.course import OwnLoop, Parts, Position
+from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, TrainingError
+from torsh_trainer.signals import Signals
+from torsh_trainer.stopping import Stop
+from torsh_trainer.strategies.base import Clip
+from torsh_trainer.task import batch_size_of
+from torsh_trainer_lightning.loop.kept import kept, restored
+from torsh_trainer_lightning.loop.stages import Stages
+
+log = logging.getLogger(__name__)
+
+
+class StoppedError(Exception):
+    """A signal ends training; what is due was saved."""
+
+
+class LightningLoop(OwnLoop):
+    """Drives the facade through the stages of a run, and tells the run's callbacks."""
+
+    def __init__(
+        self, stages: Stages, parts: Parts, comm: Communicator, *, clip: Clip, on_nonfinite: str
+    ) -> None:
+        self.position = Position()
+        self.metrics = {}
+        self.feed_state: Mapping[str, Any] = {}
+        self.engine = parts.engine
+        self.clip = clip
+        self.skipped = 0
+        self._stages = stages
+        self._facade = stages.facade
+        self._parts = parts
+        self._comm = comm
+        self._on_nonfinite = on_nonfinite
+        self._readers = [c for c in parts.callbacks if type(c).on_step is not Callback.on_step]
+        self._listeners = [c for c in self._readers if c.every_step]
+        self._log_every = parts.cadence.log_every
+        self._losses: list[Tensor] = []
+        self._carried = (0.0, 0.0)  # the sum of losses no longer in that list, and their count
+        self._stop: Stop | None = None
+        self._evaluated = False
+        self._evaluated_at = -1
+        self._saved_at = self._logged_at = self._reports = 0
+        self._began = self._started = time.perf_counter()
+        self._since = (self._began, 0, 0)
+        self._pending: dict[str, Any] | None = None
+        self._replay: dict[str, Any] | None = None
+        self._go_from: Mapping[str, Any] | None = None
+        self._draws: dict[str, Any] = {}
+        stages.facade.tell(self)
+
+    # -- stages ---------------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        limits, facade = self._parts.limits, self._facade
+        self._started = time.perf_counter()
+        with Signals() as signals:
+            self._stop = Stop(self._comm, limits, signals, self._started)
+            try:
+                with facade.guarded():
+                    self._stages.start("fit", self._restore)
+                    if self.wants_stop:
+                        facade.should_stop = True
+                    self._since = (time.perf_counter(), self.position.samples, self._batches)
+                    facade.drive()
+                    self._conclude()
+                    self._stages.finish()
+            except StoppedError:
+                self._interrupted()
+            if self._stop.signal:
+                self._interrupted()
+
+    def evaluate(self, split: str) -> EvaluationReport:
+        began = time.perf_counter()
+        stage = "evaluate" if split == "eval" else split
+        with self._facade.guarded():
+            self._stages.start(stage, None)
+            outputs = self._facade.drive()
+            self._stages.finish()
+        return self._report(split, outputs or [], began)
+
+    def predict(self) -> Iterable[Any]:
+        with self._facade.guarded():
+            self._stages.start("predict", None)
+            outputs = self._facade.drive()
+            self._stages.finish()
+        several = bool(outputs) and isinstance(outputs[0], list)
+        return [part for loader in outputs for part in loader] if several else list(outputs or [])
+
+    # -- what the loops tell (see fit.Host) ------------------------------------------------------
+
+    def before_epochs(self) -> None:
+        # What came so far is drawn as at the very start: loaders may make their data at random.
+        if self._go_from is None:
+            return
+        state, self._go_from = self._go_from, None
+        own, facade = state["own"], self._facade
+        connector = facade._logger_connector
+        connector._callback_metrics.update(own["callback_metrics"])
+        connector._logged_metrics.update(own["logged_metrics"])
+        if own["batches"] is not None:
+            results, reduce = facade.fit_loop.epoch_loop._results, facade.strategy.reduce
+            restored(results, own["results"], self._stages.module, reduce)
+            connector._first_loop_iter, connector._current_fx = False, "training_step"
+        elif state["rng"] is not None:
+            set_rng_state(state["rng"], self._comm.device)
+
+    def before_iterator(self) -> None:
+        if self._replay is not None:
+            set_rng_state(self._replay["at_iterator"], self._comm.device)
+        else:
+            self._draws["at_iterator"] = rng_state(self._comm.device)
+
+    def before_first_batch(self, fetcher: Any) -> None:
+        replay, self._replay = self._replay, None
+        if replay is None:
+            self._draws["at_first"] = rng_state(self._comm.device)
+            return
+        self._draws = {k: v for k, v in replay.items() if k in ("at_iterator", "at_first")}
+        set_rng_state(replay["at_first"], self._comm.device)
+        # What has a length counts what it gave; the count is that of the whole epoch already.
+        source = fetcher if fetcher.length is None else fetcher.iterator
+        for _ in range(replay["batches"]):
+            next(source)
+        set_rng_state(replay["now"], self._comm.device)
+
+    def count(self, batch: Any) -> None:
+        # On all ranks, which have batches of one size in Lightning.
+        with contextlib.suppress(ConfigError):
+            self.position.samples += batch_size_of(batch) * self._comm.world.size
+
+    def after_batch(self, loss: Tensor | None) -> None:
+        facade, position = self._facade, self.position
+        epoch_loop = facade.fit_loop.epoch_loop
+        if loss is not None:
+            self._losses.append(loss)
+        stepped = epoch_loop._batches_that_stepped
+        if stepped == self._reports:  # in the middle of an accumulation
+            return
+        self._reports = stepped
+        position.step = epoch_loop.global_step
+        position.updates = position.step - self.skipped
+        due = stepped % self._log_every == 0 or stepped == 1
+        wants_stop = False
+        if due or self._listeners:
+            wants_stop = self._tell(self._measured() if due else None)
+        evaluated, self._evaluated = self._evaluated, False
+        if evaluated:
+            self._evaluated_at = stepped
+        every = self._parts.cadence.save_every
+        if every is not None and stepped % every == 0:
+            self.save()
+        self._ask_to_stop(wants_stop, meet=due or evaluated)
+
+    def after_epoch(self) -> None:
+        self.position.epoch = self._facade.current_epoch
+        every = self._parts.cadence.save_every_epochs
+        if every is not None and self.position.epoch % every == 0:
+            self.save()
+
+    def after_evaluation(self, outputs: list[dict[str, Any]]) -> None:
+        report = self._report("eval", outputs, time.perf_counter())
+        self._evaluated = True
+        answers = [callback.on_evaluate(report) for callback in self._parts.callbacks]
+        if any(answers):
+            self._facade.should_stop = True
+
+    def _ask_to_stop(self, wanted: bool, *, meet: bool) -> None:
+        assert self._stop is not None
+        if self._stop.now(self._batches, wanted, meet=meet):
+            if self._stop.signal:
+                self._save_before_the_end()
+                raise StoppedError
+            self._facade.should_stop = True
+
+    @property
+    def _batches(self) -> int:
+        return self._facade.fit_loop.epoch_loop._batches_that_stepped
+
+    # -- the end of training ---------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        self.position.epoch = self._facade.current_epoch
+        wall_s = time.perf_counter() - self._started
+        self.samples_per_s = self.position.samples / wall_s if self.position.samples else None
+        if self._parts.cadence.save_at_end and self._saved_at < self._batches:
+            self.save()
+        self._tell_the_rest()
+        self._parts.checkpointer.wait()
+        assert self._stop is not None
+        self._stop.meet(self._batches)
+
+    def _tell_the_rest(self) -> None:
+        if self._reports > self._logged_at:
+            self._tell(self._measured())
+
+    def _save_before_the_end(self) -> None:
+        if self._saves and self._saved_at < self._batches:
+            self.save()
+        self._tell_the_rest()
+        self._parts.checkpointer.wait()
+
+    @property
+    def _saves(self) -> bool:
+        every = self._parts.cadence
+        return every.save_at_end or bool(every.save_every or every.save_every_epochs)
+
+    def _interrupted(self) -> None:
+        assert self._stop is not None
+        number = self._stop.signal
+        raise Interrupted(
+            f"stopped by signal {number} ({signal.Signals(number).name}) "
+            f"after step {self.position.step}",
+            fix="checkpoint.resume=auto in the same run directory goes on from here"
+            if self._saves
+            else "nothing was saved: checkpoint.at_end is off",
+            signal=number,
+            step=self.position.step,
+        )
+
+    # -- reports --------------------------------------------------------------------------------
+
+    def _tell(self, metrics: Mapping[str, float] | None) -> bool:
+        position = self.position
+        report = StepReport(position.step, self._facade.current_epoch, position.samples, metrics)
+        listeners = self._listeners if metrics is None else self._readers
+        answers = [callback.on_step(report) for callback in listeners]
+        return any(answers)
+
+    def _measured(self) -> dict[str, float]:
+        facade, position, now = self._facade, self.position, time.perf_counter()
+        then, samples, steps = self._since
+        taken = max(1, self._reports - steps)
+        self._since = (now, position.samples, self._reports)
+        self._logged_at = self._reports
+        metrics = {
+            "loss": self._mean_loss(),
+            "lr": _rate(facade.optimizers),
+            "samples_per_s": (position.samples - samples) / max(1e-9, now - then),
+            "data_wait_s": 0.0,
+            "step_s": (now - then) / taken,
+            "skipped": float(position.skipped),
+        }
+        connector = facade._logger_connector
+        if facade._results is not None and connector._first_loop_iter is not None:
+            connector.settle()
+        logged = _numbers(connector._logged_metrics)
+        return {**{k: v for k, v in logged.items() if k not in metrics}, **metrics}
+
+    def _mean_loss(self) -> float:
+        """The mean over batches and ranks since the last report.
+
+        Raises:
+            TrainingError: it is not finite, and that is to stop the run.
+        """
+        total, count = self._comm.reduce_values(list(self._read_losses()))
+        self._carried = (0.0, 0.0)
+        if not count:
+            return math.nan if self.train_loss is None else self.train_loss
+        # Lightning's loss of a batch is divided by the batches that are accumulated.
+        mean = total / count * self._facade.accumulate_grad_batches
+        if not math.isfinite(mean) and self._on_nonfinite == "stop":
+            raise TrainingError(
+                f"the loss is not finite ({mean}), up to step {self.position.step}",
+                fix="lower the learning rate, set trainer.max_grad_norm, or "
+                "trainer.on_nonfinite=skip",
+                step=self.position.step,
+            )
+        self.train_loss = mean
+        return mean
+
+    def _read_losses(self) -> tuple[float, float]:
+        """This rank's sum of losses since the last report, and how many; read now."""
+        losses, self._losses = self._losses, []
+        total, count = self._carried
+        for loss in losses:  # one by one: a save in between must not round otherwise
+            total += loss.item()
+        self._carried = (total, count + len(losses))
+        return self._carried
+
+    def _report(self, split: str, outputs: list[dict[str, Any]], began: float) -> Any:
+        """What ``outputs`` of Lightning's evaluation say; rank 0's numbers, on every rank."""
+        numbers = _numbers(dict(ChainMap(*(dict(part) for part in outputs))))
+        numbers = self._comm.broadcast_object(numbers)
+        if split == "eval":
+            self.metrics = dict(numbers)
+        else:
+            self.metrics = {**self.metrics, **{f"{split}_{k}": v for k, v in numbers.items()}}
+        wall_s = time.perf_counter() - began
+        facade, samples = self._facade, self.position.samples
+        step = max(self.position.step, facade.global_step)
+        return EvaluationReport(split, step, facade.current_epoch, samples, numbers, wall_s)
+
+    @property
+    def gradient_traffic(self) -> dict[str, float | None]:  # type: ignore[override]
+        traffic, steps = self.engine.traffic(), max(1, self._reports)
+        if traffic is None:
+            return {"sent_bytes_per_step": None, "received_bytes_per_step": None}
+        return {
+            "sent_bytes_per_step": traffic.sent_bytes / steps,
+            "received_bytes_per_step": traffic.received_bytes / steps,
+        }
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Saves a checkpoint of this moment, of the run's own kind."""
+        began = time.perf_counter()
+        checkpointer = self._parts.checkpointer
+        try:
+            checkpointer.wait()
+        except ResourceError as error:
+            log.warning("%s. It is tried again", error)
+        # A checkpoint's metrics are of its own weights, or it has none.
+        measured = self.metrics if self._evaluated_at == self._batches else {}
+        self.saved = str(checkpointer.save(self.position.step, self.state(), measured))
+        self._saved_at = self._batches
+        report = SaveReport(self.position.step, self.saved, time.perf_counter() - began)
+        for callback in self._parts.callbacks:
+            callback.on_save(report)
+
+    def state(self, *, template: bool = False) -> dict[str, Any]:
+        engine = self.engine.state_template() if template else self.engine.state_dict()
+        rank, position = f"rank_{self._comm.world.rank}", self.position
+        return {
+            **self._parts.about,
+            "engine": engine,
+            "position": {
+                "step": position.step,
+                "updates": position.updates,
+                "samples": position.samples,
+                "epoch": position.epoch,
+            },
+            "loop": {
+                "train_loss": self.train_loss,
+                "metrics": dict(self.metrics),
+                "losses": {rank: list(self._read_losses())},
+            },
+            "schedule": {},
+            "task": {} if template else {"lightning": self._lightning_state()},
+            "callbacks": {
+                name: state
+                for name, callback in named_callbacks(self._parts.callbacks)
+                if (state := callback.state_dict())
+            },
+            "feed": {rank: dict(self._draws)},
+            "rng": {rank: rng_state(self._comm.device)},
+        }
+
+    def _lightning_state(self) -> bytes:
+        """What Lightning and the user's code keep beside weights: data alone, in its format."""
+        facade = self._facade
+        connector = facade._logger_connector
+        connector.settle()
+        datamodule = facade.datamodule
+        state: dict[str, Any] = {
+            "pytorch-lightning_version": _version(),
+            "epoch": facade.current_epoch,
+            "global_step": facade.global_step,
+            "state_dict": {},
+            "loops": facade._checkpoint_connector._get_loops_state_dict(),
+            "callbacks": call._call_callbacks_state_dict(facade),
+            "lr_schedulers": [one.scheduler.state_dict() for one in facade.lr_scheduler_configs],
+        }
+        if datamodule is not None:
+            held = call._call_lightning_datamodule_hook(facade, "state_dict")
+            if held:
+                state[type(datamodule).__qualname__] = held
+        call._call_callbacks_on_save_checkpoint(facade, state)
+        call._call_lightning_module_hook(facade, "on_save_checkpoint", state)
+        frame: Any = facade.fit_loop
+        middle = frame.epoch_progress.current.processed < frame.epoch_progress.current.ready
+        state["torsh_trainer"] = {
+            "world_size": self._comm.world.size,
+            "batches": frame.epoch_loop.batch_progress.current.ready if middle else None,
+            "callback_metrics": dict(connector._callback_metrics),
+            "logged_metrics": dict(connector._logged_metrics),
+            "results": kept(frame.epoch_loop._results) if middle else [],
+        }
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        return buffer.getvalue()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.engine.load_state_dict(state["engine"])
+        self.position = Position(**{k: int(v) for k, v in state["position"].items()})
+        self.skipped = self.position.skipped
+        self.metrics = dict(state["loop"].get("metrics", {}))
+        self.train_loss = state["loop"].get("train_loss")
+        total, count = state["loop"].get("losses", {}).get(f"rank_{self._comm.world.rank}", (0, 0))
+        self._carried = (float(total), float(count))
+        for name, callback in named_callbacks(self._parts.callbacks):
+            kept = state["callbacks"].get(name)
+            if kept:
+                callback.load_state_dict(kept)
+        rank = f"rank_{self._comm.world.rank}"
+        if "lightning" not in state["task"]:
+            return
+        found = torch.load(io.BytesIO(state["task"]["lightning"]), weights_only=True)
+        self._pending = {
+            "state": found,
+            "draws": state["feed"].get(rank),
+            "rng": state["rng"].get(rank),
+        }
+        facade = self._facade
+        facade._checkpoint_connector._loaded_checkpoint = found
+        call._call_lightning_module_hook(facade, "on_load_checkpoint", found)
+        facade._checkpoint_connector.restore_datamodule()
+        facade._checkpoint_connector.restore_callbacks()
+        facade._checkpoint_connector._loaded_checkpoint = {}
+
+    def _restore(self) -> None:
+        """The progress of Lightning's loops, after ``on_fit_start``, as a ``.ckpt`` gives it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        facade, found = self._facade, pending["state"]
+        own, frame = found["torsh_trainer"], facade.fit_loop
+        for config, state in zip(facade.lr_scheduler_configs, found["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)
+        frame.load_state_dict(found["loops"]["fit_loop"])
+        self._reports = self._logged_at = self._saved_at = self._batches
+        _is_done(frame)
+        if own["batches"] is not None:
+            self._go_on(own, pending)
+        self._go_from = {"own": own, "rng": pending["rng"]}
+
+    def _go_on(self, own: Mapping[str, Any], pending: Mapping[str, Any]) -> None:
+        """In the middle of an epoch, after as many batches, with the same ones to come."""
+        frame = self._facade.fit_loop
+        if own["world_size"] != self._comm.world.size or pending["draws"] is None:
+            raise ConfigError(
+                f"the checkpoint lies in the middle of an epoch of {own['world_size']} processes, "
+                f"and these are {self._comm.world.size}: Lightning's order of samples follows it",
+                fix=f"go on with {own['world_size']} processes, or from the end of an epoch",
+            )
+        frame.goes_on = True
+        self._replay = {**pending["draws"], "batches": own["batches"], "now": pending["rng"]}
+
+
+def _is_done(frame: Any) -> None:
+    """Nothing is to be restarted: the state is that between two batches, or two epochs."""
+    for loop in (frame, frame.epoch_loop, frame.epoch_loop.val_loop):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for loop in (frame.epoch_loop.automatic_optimization, frame.epoch_loop.manual_optimization):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if not isinstance(value, Tensor) or value.numel() == 1
+    }
+
+
+def _rate(optimizers: Any) -> float:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return float(groups[0].get("lr", 0.0)) if groups else 0.0
+
+
+def _version() -> str:
+    import lightning
+
+    return str(lightning.__version__)

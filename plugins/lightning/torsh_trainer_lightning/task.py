@@ -1,0 +1,292 @@
+"""``task=lightning``: an unmodified LightningModule in a run of ours."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import nn
+from torch.optim import Optimizer
+
+from torsh_trainer.course import Setting
+from torsh_trainer.data.loading import Loading
+from torsh_trainer.errors import Unsupported
+from torsh_trainer.optimizers import OptimizerSpec
+from torsh_trainer.schedule.base import Schedule
+from torsh_trainer.strategies.base import Clip
+from torsh_trainer.task import DataSource, Task
+from torsh_trainer_lightning.checks import check
+from torsh_trainer_lightning.loop.course import LightningCourse
+from torsh_trainer_lightning.loop.facade import Facade
+from torsh_trainer_lightning.loop.stages import Stages
+from torsh_trainer_lightning.strategy import EngineStrategy
+
+
+class LightningTask(Task):
+    """A LightningModule and its data module, trained as Lightning means it by an engine of ours.
+
+    ``module`` and ``datamodule`` are objects, or callables that make them: those are called under
+    ``trainer.seed``, the data module first, as a script would. ``callbacks`` and ``loggers`` are
+    Lightning's, by any name. ``ckpt_path`` is a ``.ckpt`` of Lightning to go on from (or to
+    evaluate); ``trust_ckpt`` lets it run code. The other knobs are flags of ``lightning.Trainer``
+    under its own names; null leaves what the ``trainer`` group says.
+
+    Raises:
+        ConfigError: something is not of its kind, or a flag is out of range.
+    """
+
+    data = DataSource()
+    unit = "samples"
+
+    def __init__(
+        self,
+        module: Callable[[], LightningModule] | LightningModule,
+        datamodule: Callable[[], LightningDataModule] | LightningDataModule | None = None,
+        *,
+        callbacks: Mapping[str, Any] | Sequence[Any] = (),
+        loggers: Mapping[str, Any] | Sequence[Any] = (),
+        order: str = "lightning",
+        ckpt_path: str | None = None,
+        trust_ckpt: bool = False,
+        seed_workers: bool = False,
+        min_epochs: int | None = None,
+        min_steps: int | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        val_check_interval: int | float | str | None = None,
+        num_sanity_val_steps: int = 2,
+        reload_dataloaders_every_n_epochs: int = 0,
+        use_distributed_sampler: bool = True,
+        inference_mode: bool = True,
+        detect_anomaly: bool = False,
+        profiler: Any = None,
+        enable_autolog_hparams: bool = True,
+    ) -> None:
+        self.optimizer = OptimizerSpec()
+        self.callbacks: list[Callback] = _listed(callbacks)
+        self.loggers: list[Logger] = _listed(loggers)
+        self.order = order
+        self.ckpt_path = ckpt_path
+        self.trust_ckpt = trust_ckpt
+        self.seed_workers = seed_workers
+        self._module = module
+        self._datamodule = datamodule
+        self._limits = {
+            "train": limit_train_batches,
+            "val": limit_val_batches,
+            "test": limit_test_batches,
+            "predict": limit_predict_batches,
+        }
+        self._least = {"min_epochs": min_epochs, "min_steps": min_steps}
+        self._val_check_interval = val_check_interval
+        self._flags = {
+            "num_sanity_val_steps": num_sanity_val_steps,
+            "reload_dataloaders_every_n_epochs": reload_dataloaders_every_n_epochs,
+            "use_distributed_sampler": use_distributed_sampler,
+            "inference_mode": inference_mode,
+            "detect_anomaly": detect_anomaly,
+            "profiler": profiler,
+            "enable_autolog_hparams": enable_autolog_hparams,
+        }
+        self._course: LightningCourse | None = None
+
+    # -- the contract of a task -----------------------------------------------------------------
+
+    def course(self, setting: Setting) -> LightningCourse:
+        trainer = setting.trainer
+        self._refuse(trainer)
+        for speaks in (rank_zero_only, utilities_rank_zero_only):
+            setattr(speaks, "rank", setting.comm.world.rank)  # noqa: B010 - of a function
+        lightning.seed_everything(trainer.seed, workers=self.seed_workers, verbose=False)
+        datamodule = _made(self._datamodule, LightningDataModule)
+        module = _made(self._module, LightningModule)
+        check(module, datamodule, self.callbacks, self.loggers, trainer.stages)
+        strategy = EngineStrategy.bound(comm=setting.comm, precision=trainer.precision)
+        with _quiet():
+            facade = Facade(
+                strategy=strategy,
+                callbacks=list(self.callbacks),
+                logger=list(self.loggers) or False,
+                default_root_dir=str(setting.run_dir / "lightning"),
+                **self._facade_flags(trainer, manual=not module.automatic_optimization),
+            )
+        resume = trainer.checkpoint.resume
+        stages = Stages(
+            facade,
+            module,
+            datamodule,
+            setting.comm.device,
+            stages=trainer.stages,
+            ckpt_path=resume if resume.endswith(".ckpt") else self.ckpt_path,
+            trust_ckpt=self.trust_ckpt,
+        )
+        self._course = LightningCourse(
+            setting,
+            stages,
+            clip=Clip(trainer.max_grad_norm, trainer.max_grad_value),
+            manual=not module.automatic_optimization,
+        )
+        return self._course
+
+    def build_model(self) -> nn.Module:
+        assert self._course is not None
+        return self._course.stages.model()
+
+    def build_optimizers(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> Mapping[str, Optimizer]:
+        assert self._course is not None
+        return self._course.configure(self._course.stages.module).by_name
+
+    # -- knobs ----------------------------------------------------------------------------------
+
+    def _facade_flags(self, trainer: Any, *, manual: bool) -> dict[str, Any]:
+        """The flags of lightning.Trainer that the knobs of the run come to."""
+        limits = dict(self._limits)
+        if limits["val"] is None:
+            limits["val"] = trainer.eval_batches
+        interval = self._val_check_interval
+        if trainer.eval_every_epochs is None and interval is None:
+            limits["val"] = 0
+        every = trainer.eval_every_epochs
+        if every is None and interval is None:
+            every = 1
+        norm, value = trainer.max_grad_norm, trainer.max_grad_value
+        return {
+            "max_epochs": self._max_epochs(trainer),
+            "max_steps": -1 if trainer.max_steps is None else trainer.max_steps,
+            **self._least,
+            **{f"limit_{split}_batches": limit for split, limit in limits.items()},
+            "val_check_interval": interval,
+            "check_val_every_n_epoch": every,
+            "accumulate_grad_batches": trainer.accumulate or 1,
+            "gradient_clip_val": norm if value is None else value,
+            "gradient_clip_algorithm": None if value is None else "value",
+            "log_every_n_steps": trainer.log_every,
+            "fast_dev_run": trainer.fast_dev_run,
+            "overfit_batches": trainer.overfit_batches or 0.0,
+            "enable_checkpointing": _any(self.callbacks, Checkpoint),
+            "enable_progress_bar": _any(self.callbacks, ProgressBar),
+            "enable_model_summary": _any(self.callbacks, ModelSummary),
+            **self._flags,
+        }
+
+    def _max_epochs(self, trainer: Any) -> int | None:
+        if trainer.max_epochs is None and trainer.max_steps is None:
+            return -1  # the time says when
+        epochs: int | None = trainer.max_epochs
+        return epochs
+
+    def _refuse(self, trainer: Any) -> None:
+        """Refuses knobs that mean nothing to a LightningModule.
+
+        Raises:
+            Unsupported: names the knob, and where Lightning's users say it.
+        """
+        schedule = trainer.schedule
+        paced = schedule is not None and not (isinstance(schedule, Schedule) and schedule.constant)
+        loading = [
+            f"data.{field.name}={getattr(trainer.loading, field.name)}"
+            for field in dataclasses.fields(Loading)
+            if getattr(trainer.loading, field.name) != field.default
+        ]
+        one = "give one of trainer.max_grad_norm and trainer.max_grad_value"
+        asked = {
+            f"task.order={self.order}": (
+                self.order != "lightning",
+                "the order of samples is that of the module's loaders: set task.order=lightning",
+            ),
+            "the group optimizer": (
+                not _is_default(self.optimizer),
+                "the module's configure_optimizers says it: leave the group as it is",
+            ),
+            f"schedule={getattr(schedule, 'name', '')}": (
+                paced,
+                "the module's configure_optimizers says it: write schedule=constant",
+            ),
+            ", ".join(loading): (bool(loading), _LOADERS),
+            f"trainer.ema_decay={trainer.ema_decay}": (
+                trainer.ema_decay is not None,
+                "use task.callbacks with lightning.pytorch.callbacks.EMAWeightAveraging",
+            ),
+            "trainer.compile=true": (
+                trainer.compile,
+                "call self.compile() or torch.compile in the module's configure_model",
+            ),
+            f"trainer.eval_every={trainer.eval_every}": (
+                trainer.eval_every is not None,
+                "set task.val_check_interval, which counts batches",
+            ),
+            "trainer.max_grad_norm together with trainer.max_grad_value": (
+                trainer.max_grad_norm is not None and trainer.max_grad_value is not None,
+                one,
+            ),
+        }
+        for option, (wanted, fix) in asked.items():
+            if wanted:
+                raise Unsupported(f"task=lightning cannot honour {option}", fix=fix)
+
+
+_LOADERS = (
+    "the module's loaders say it: set it there, by task.datamodule. (`verify` sets it, to compare "
+    "one global batch; a LightningModule's depends on the processes)"
+)
+
+
+def _is_default(spec: OptimizerSpec) -> bool:
+    """Whether the group ``optimizer`` says what it says where nobody touches it."""
+    if spec.target not in ("AdamW", "torch.optim.AdamW", torch.optim.AdamW):
+        return False
+    usual = inspect.signature(torch.optim.AdamW).parameters
+    options = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in spec.options.items()
+    }
+    same = all(name in usual and usual[name].default == v for name, v in options.items())
+    return same and dataclasses.replace(spec, target="AdamW", options={}) == OptimizerSpec()
+
+
+def _any(things: Sequence[Any], kind: type) -> bool:
+    return any(isinstance(thing, kind) for thing in things)
+
+
+def _listed(things: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+    """Without what is switched off by null."""
+    values = things.values() if isinstance(things, Mapping) else things
+    return [thing for thing in values if thing is not None]
+
+
+def _made(given: Any, kind: type) -> Any:
+    """The object itself, or what a callable makes."""
+    if given is None or isinstance(given, kind) or not callable(given):
+        return given
+    if isinstance(given, nn.Module):
+        return given
+    return given()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what Lightning says about devices that it did not choose."""
+    loggers = [logging.getLogger("lightning.pytorch.utilities.rank_zero")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

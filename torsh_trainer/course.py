@@ -1,0 +1,163 @@
+"""The contract of a task that trains in its own way: what stands in the place of the loop.
+
+``Task.course`` gives a ``Course`` before there is an engine; with the engine, and the other parts
+of the run, the course makes the ``OwnLoop`` that the run drives. Processes, engine, run directory,
+callbacks, signals, checkpoints and the command line stay those of every run.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torsh_trainer.callbacks.base import Callback, EvaluationReport
+from torsh_trainer.checkpoint.base import Checkpointer
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.stopping import Limits
+from torsh_trainer.strategies.base import BatchPlan, Engine, Mesh
+
+if TYPE_CHECKING:  # the trainer is what all of this is called by
+    from torsh_trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """What is due when, in steps or epochs; None is never."""
+
+    log_every: int
+    eval_every: int | None = None
+    eval_every_epochs: int | None = None
+    save_every: int | None = None
+    save_every_epochs: int | None = None
+    save_at_end: bool = False
+
+
+@dataclass
+class Position:
+    """How far training is: everything that a resumed run goes on from, in plain numbers."""
+
+    step: int = 0
+    updates: int = 0
+    samples: int = 0
+    epoch: int = 0
+
+    @property
+    def skipped(self) -> int:
+        return self.step - self.updates
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a course begins: the knobs of the run, its processes, and its directory."""
+
+    trainer: Trainer
+    comm: Communicator
+    mesh: Mesh
+    run_dir: Path
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run gives to the loop of a course.
+
+    ``about`` are parts of a checkpoint that stay as they are: the configuration, the setup.
+    """
+
+    engine: Engine
+    limits: Limits
+    cadence: Cadence
+    callbacks: Sequence[Callback]
+    checkpointer: Checkpointer
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OwnLoop(abc.ABC):
+    """What a run drives: training, evaluation and prediction, and the state of all of it.
+
+    It tells callbacks, saves what is due, and stops on all ranks after the same step
+    (``stopping.Stop``).
+    """
+
+    position: Position
+    metrics: dict[str, float]
+    """The last metrics of each split."""
+
+    train_loss: float | None = None
+    saved: str | None = None
+    """The checkpoint saved last."""
+
+    samples_per_s: float | None = None
+    wants_stop: bool = False
+    """A callback has had enough before the first step."""
+
+    feed_state: Mapping[str, Any]
+    """What the data of training goes on from, as far as it has a state of its own."""
+
+    gradient_traffic: Mapping[str, float | None]
+    """Bytes of gradients a step on this rank's wire; None where nobody counts."""
+
+    @abc.abstractmethod
+    def fit(self) -> None:
+        """Trains until a limit is reached, then saves and evaluates what is still due.
+
+        Raises:
+            TrainingError: the loss is not finite and that is to stop the run.
+            Interrupted: a signal asked to stop; a checkpoint is saved first where saving is on.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self, split: str) -> EvaluationReport:
+        """Metrics of a split (eval or test), the same on every rank."""
+
+    @abc.abstractmethod
+    def predict(self) -> Iterable[Any]:
+        """This rank's predictions, in order."""
+
+    @abc.abstractmethod
+    def state(self, *, template: bool = False) -> dict[str, Any]:
+        """All that a resumed run needs, with the parts that every state has (see ``Loop.state``);
+        ``template`` is for a checkpoint to fill."""
+
+    @abc.abstractmethod
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``state`` gave, filled by a checkpointer."""
+
+
+class Course(abc.ABC):
+    """How a task trains that brings its own loop; one on each process, made before the engine.
+
+    ``batch`` is what the engine is told of a step, and ``manual`` whether the task calls backward
+    and steps itself, within a forward of the model. ``steps_per_epoch`` and ``total_steps`` are
+    None where they are not known before training.
+    """
+
+    batch: BatchPlan
+    manual: bool = False
+    sized: bool = True
+    """False where ``batch`` only stands for sizes that the task's own loaders say."""
+
+    steps_per_epoch: int | None = None
+    total_steps: int | None = None
+
+    @abc.abstractmethod
+    def setup(self) -> Mapping[str, Any]:
+        """What must be the same for a run to go on exactly, beside what every run compares: plain
+        facts under names of ``checkpoint.setup``."""
+
+    @abc.abstractmethod
+    def loop(self, parts: Parts) -> OwnLoop:
+        """The loop, ready for its first step."""
+
+    def reads(self, resume: str) -> bool:
+        """Whether ``checkpoint.resume`` names what the course itself goes on from: a checkpoint of
+        another program, which no checkpointer knows."""
+        return False
+
+    def goes_on(self) -> None:  # noqa: B027 - optional
+        """The run goes on from a checkpoint of its own, which ``OwnLoop.load`` is given."""
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """The run is over, or has failed."""

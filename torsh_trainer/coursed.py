@@ -1,0 +1,119 @@
+"""A rank whose task brings its own loop (see ``course``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torsh_trainer.callbacks.base import RunInfo
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.course import Course, OwnLoop, Parts, Position, Setting
+from torsh_trainer.errors import Unsupported
+from torsh_trainer.membership import Membership
+from torsh_trainer.rank import SAME, Origin, Rank, job_with, knob_facts
+from torsh_trainer.strategies.base import Job, Mesh, Strategy
+from torsh_trainer.task import Task
+from torsh_trainer.world import World
+
+if TYPE_CHECKING:  # the trainer is what this module is called by
+    from torsh_trainer.trainer import Trainer
+
+
+def rank_class(task: Task) -> type[Rank]:
+    """The rank that runs ``task``: in the trainer's loop, or in one that the task brings."""
+    return Rank if type(task).course is Task.course else CoursedRank
+
+
+class CoursedRank(Rank):
+    """The parts of a run on one process, where the task brings its own loop."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        world: World,
+        comm: Communicator,
+        mesh: Mesh,
+        strategy: Strategy,
+        run_dir: Path,
+        began: float,
+        membership: Membership = SAME,
+    ) -> None:
+        super().__init__(trainer, world, comm, mesh, strategy, run_dir, began, membership)
+        _refuse(self.trainer, world)
+        setting = Setting(self.trainer, comm, mesh, run_dir)
+        self.course: Course = self.task.course(setting)
+
+    def _found_origin(self) -> Origin | None:
+        if self.course.reads(self.trainer.checkpoint.resume):
+            return None
+        found = super()._found_origin()
+        if found is not None:
+            self.course.goes_on()
+        return found
+
+    @cached_property
+    def job(self) -> Job:
+        job = job_with(self.trainer, self.task, self.course.batch)
+        return replace(job, manual=self.course.manual)
+
+    @cached_property
+    def loop(self) -> OwnLoop:  # type: ignore[override]
+        return self.course.loop(
+            Parts(
+                engine=self.engine,
+                limits=self.limits,
+                cadence=self.cadence,
+                callbacks=self.callbacks,
+                checkpointer=self.checkpointer,
+                about=self.about,
+            )
+        )
+
+    def _own_setup(self) -> dict[str, Any]:
+        return {**knob_facts(self.trainer), **self.course.setup()}
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        return self.course.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.course.total_steps
+
+    def is_over(self, position: Position) -> str:
+        """The course itself says when nothing is left."""
+        return ""
+
+    def _info(self) -> RunInfo:
+        info = super()._info()
+        return info if self.course.sized else replace(info, batch_size=0, micro_batch_size=0)
+
+    def _fit(self) -> None:
+        self.loop.fit()
+
+    def _outputs(self) -> Iterable[Any]:
+        return self.loop.predict()
+
+    def close(self) -> None:
+        super().close()
+        self.course.close()
+
+
+def _refuse(trainer: Trainer, world: World) -> None:
+    """Refuses what only the trainer's own loop can do."""
+    name = type(trainer.task).__name__
+    asked: Mapping[str, bool] = {
+        f"trainer.stages={list(trainer.stages)}": any(
+            s.startswith("find_") for s in trainer.stages
+        ),
+        f"processes that come and go, as {world.source} has started these": world.elastic,
+    }
+    for option, wanted in asked.items():
+        if wanted:
+            raise Unsupported(
+                f"{name} trains in a loop of its own, which cannot honour {option}",
+                fix="leave it out",
+            )
