@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import logging
 import os
@@ -93,9 +94,14 @@ def _find_ninja() -> None:
 
 
 def extensions_dir() -> Path:
-    """Where operators are compiled and kept: the user's cache directory, by Python and torch."""
+    """Where operators are compiled and kept: the user's cache directory, by Python, torch and place.
+
+    The paths of torch's headers stand in what is built: two environments that shared a folder would
+    compile everything again in turns, while the other waits.
+    """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    build = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
+    place = hashlib.sha256(str(Path(torch.__file__).parent).encode()).hexdigest()[:8]
+    build = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}-{place}"
     return Path(home) / "torsh-trainer" / "torch_extensions" / build
 
 
