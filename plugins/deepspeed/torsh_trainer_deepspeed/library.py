@@ -94,7 +94,7 @@ def _find_ninja() -> None:
 
 
 def extensions_dir() -> Path:
-    """Where operators are compiled and kept: the user's cache directory, by Python, torch and place.
+    """Where operators are compiled and kept: the user's cache, by Python, torch and its place.
 
     The paths of torch's headers stand in what is built: two environments that shared a folder would
     compile everything again in turns, while the other waits.
