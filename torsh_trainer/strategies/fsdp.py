@@ -214,7 +214,6 @@ class FSDPEngine(NativeEngine):
         self._syncs = True
         self._manual = job.manual
         self._shard_group = shard_group
-        self._stepped_so_far: dict[str, int] = {}  # parameters, by optimizer
         for module in model.modules() if scatter is not None else ():
             if hasattr(module, "set_custom_reduce_scatter"):
                 cast(Any, module).set_custom_reduce_scatter(scatter)
@@ -237,23 +236,9 @@ class FSDPEngine(NativeEngine):
             self._zero_unused()
 
     def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
-        groups = self.optimizers[name].param_groups
-        count = sum(len(group["params"]) for group in groups)
-        if count != self._stepped_so_far.get(name):
-            self._stepped_so_far[name] = count
-            self._refuse_freed(groups)
+        # FSDP2 settles once which parameters have gradients: one freed later would get none.
+        self._refuse_freed(name, self._knobs.name)
         return super().step_one(name, clip)
-
-    def _refuse_freed(self, groups: Sequence[dict[str, Any]]) -> None:
-        """FSDP2 settles once which parameters have gradients: one freed later would get none."""
-        trains = {id(parameter) for parameter in self._parameters}
-        given = [parameter for group in groups for parameter in group["params"]]
-        freed = [self._names[id(p)] for p in given if p.requires_grad and id(p) not in trains]
-        if freed:
-            raise self._knobs.refuse(
-                f"parameters that were frozen at the start and train now: {', '.join(freed[:4])}",
-                use="set strategy=ddp, or free them before the run and give them a rate of 0",
-            )
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:

@@ -83,6 +83,7 @@ class NativeEngine(Engine):
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
         self._last: dict[str, float] = {}
+        self._stepped_so_far: dict[str, int] = {}  # parameters, by optimizer
         self._clipped: dict[str, StepOutcome] = {}  # by optimizer, what its step will apply
         self._buffers_due = True  # the next training forward begins a step
         self._skip_nonfinite = job.skip_nonfinite or self._scaler is not None
@@ -399,6 +400,27 @@ class NativeEngine(Engine):
             if not keeps_state:
                 getattr(optimizer, "optim", optimizer).state.clear()  # zero1 wraps one
         self.zero_grad()
+
+    def _refuse_freed(self, name: str, strategy: str) -> None:
+        """For engines that settle at the start which parameters have gradients.
+
+        Raises:
+            Unsupported: an optimizer steps parameters that were frozen then.
+        """
+        groups = self.optimizers[name].param_groups
+        given = [p for group in groups for p in group["params"] if p.requires_grad]
+        if len(given) == self._stepped_so_far.get(name):
+            return
+        self._stepped_so_far[name] = len(given)
+        trains = {id(parameter) for parameter in self._parameters}
+        freed = [self._names[id(p)] for p in given if id(p) not in trains]
+        if freed:
+            raise Unsupported(
+                f"strategy={strategy} cannot honour parameters that were frozen at the start and "
+                f"train now: {', '.join(freed[:4])}",
+                fix="set strategy=ddp, or free them before the run and give them a rate of 0",
+                strategy=strategy,
+            )
 
     def _zero_unused(self) -> None:
         """Gradients of zero for parameters that no loss of this step has reached."""

@@ -230,7 +230,8 @@ class ZeroEngine(DeepSpeedEngine):
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
         if clip.value is not None:
             raise _no_value_clipping()
-        (optimizer,) = self.optimizers.values()
+        ((name, optimizer),) = self.optimizers.items()
+        self._refuse_freed(name, "deepspeed")
         for ours, group in zip(optimizer.param_groups, self._inner.param_groups, strict=True):
             group.update({key: value for key, value in ours.items() if key in group.keys() - _OWN})
         self._zero.clip_grad = self._bounded(clip).norm or 0.0

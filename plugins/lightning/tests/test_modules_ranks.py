@@ -39,16 +39,18 @@ TWO = [
 ]
 """What several processes have a part in."""
 
+FREED = "frozen at the start and train now: backbone.3.weight"
+
 UNFIT: dict[str, dict[str, str]] = {
-    "deepspeed": {"gan": "2 optimizers"},
-    "fsdp": {"fine-tuning": "frozen at the start and train now: backbone.3.weight"},
+    "deepspeed": {"gan": "2 optimizers", "fine-tuning": FREED},
+    "fsdp": {"fine-tuning": FREED},
 }
 """Which modules an engine refuses, and in which words."""
 
 FITS = {"without": ("predict",)}
 """Lightning leaves ranks with unequal numbers of batches to predict, which no sharding can do."""
 
-ENGINES = ("fsdp", "gloo", "horovod")
+ENGINES = ("fsdp", "gloo", "deepspeed", "horovod")
 
 
 def engine(name: str, *, unused: bool) -> Strategy:
@@ -121,7 +123,8 @@ def test_every_engine_trains_a_module_within_rounding(run, lightnings, strategy)
     ("strategy", "name"), [(one, name) for one, names in UNFIT.items() for name in names]
 )
 def test_what_an_engine_cannot_take_is_refused_by_name(run, strategy, name):
-    for rank in run("under_our_loop", [name], {"strategy": engine(strategy, unused=True)}):
+    options = {"strategy": engine(strategy, unused=True), "watched": "nothing"}
+    for rank in run("under_our_loop", [name], options):
         assert UNFIT[strategy][name] in rank[name]
 
 

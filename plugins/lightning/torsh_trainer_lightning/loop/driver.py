@@ -69,6 +69,7 @@ class LightningLoop(OwnLoop):
         self._saved_at = self._logged_at = self._reports = 0
         self._began = self._started = time.perf_counter()
         self._since = (self._began, 0, 0)
+        self._paused = self._waited = self._fetch_began = self._evaluation_began = 0.0
         self._pending: dict[str, Any] | None = None
         self._replay: dict[str, Any] | None = None
         self._go_from: Mapping[str, Any] | None = None
@@ -184,8 +185,18 @@ class LightningLoop(OwnLoop):
         if every is not None and self.position.epoch % every == 0:
             self.save()
 
+    def before_fetch(self) -> None:
+        self._fetch_began = time.perf_counter()
+
+    def after_fetch(self) -> None:
+        self._waited += time.perf_counter() - self._fetch_began
+
+    def before_evaluation(self) -> None:
+        self._evaluation_began = time.perf_counter()
+
     def after_evaluation(self, outputs: list[dict[str, Any]]) -> None:
-        report = self._report("eval", outputs, time.perf_counter())
+        report = self._report("eval", outputs, self._evaluation_began)
+        self._pause(report.wall_s)
         self._evaluated = True
         answers = [callback.on_evaluate(report) for callback in self._parts.callbacks]
         if any(answers):
@@ -207,7 +218,7 @@ class LightningLoop(OwnLoop):
 
     def _conclude(self) -> None:
         self.position.epoch = self._facade.current_epoch
-        wall_s = time.perf_counter() - self._started
+        wall_s = time.perf_counter() - self._started - self._paused
         self.samples_per_s = self.position.samples / wall_s if self.position.samples else None
         if self._parts.cadence.save_at_end and self._saved_at < self._batches:
             self.save()
@@ -263,15 +274,22 @@ class LightningLoop(OwnLoop):
             "loss": self._mean_loss(),
             "lr": _rate(facade.optimizers),
             "samples_per_s": (position.samples - samples) / max(1e-9, now - then),
-            "data_wait_s": 0.0,
+            "data_wait_s": self._waited / taken,
             "step_s": (now - then) / taken,
             "skipped": float(position.skipped),
         }
+        self._waited = 0.0
         connector = facade._logger_connector
         if facade._results is not None and connector._first_loop_iter is not None:
             connector.settle()
         logged = _numbers(connector._logged_metrics)
         return {**{k: v for k, v in logged.items() if k not in metrics}, **metrics}
+
+    def _pause(self, seconds: float) -> None:
+        """What was not training does not count in a report's times."""
+        then, samples, steps = self._since
+        self._since = (then + seconds, samples, steps)
+        self._paused += seconds
 
     def _mean_loss(self) -> float:
         """The mean over batches and ranks since the last report.
@@ -342,6 +360,7 @@ class LightningLoop(OwnLoop):
         self.saved = str(checkpointer.save(self.position.step, self.state(), measured))
         self._saved_at = self._batches
         report = SaveReport(self.position.step, self.saved, time.perf_counter() - began)
+        self._pause(report.wall_s)
         for callback in self._parts.callbacks:
             callback.on_save(report)
 

@@ -14,7 +14,6 @@ from lightning.pytorch.loops import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import (
     _DataFetcher,
     _PrefetchDataFetcher,
-    _profile_nothing,
 )
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
@@ -56,14 +55,27 @@ class Host(Protocol):
     def after_epoch(self) -> None:
         """An epoch is done, with all that was due after it. May raise to stop the run."""
 
+    def before_evaluation(self) -> None:
+        """Validation is next."""
+
     def after_evaluation(self, outputs: list[dict[str, Any]]) -> None:
         """Validation has run, and logged ``outputs``."""
+
+    def before_fetch(self) -> None:
+        """The next batch is about to be asked for."""
+
+    def after_fetch(self) -> None:
+        """It has come."""
 
 
 class ValidationLoop(_EvaluationLoop):
     """Lightning's, which tells the run what it came to."""
 
     host: Host
+
+    def on_run_start(self) -> None:
+        self.host.before_evaluation()
+        super().on_run_start()
 
     def on_run_end(self) -> list[Any]:
         outputs: list[Any] = super().on_run_end()
@@ -154,6 +166,14 @@ class EpochLoop(_TrainingEpochLoop):
             self.host.before_iterator()
         super().on_run_start(data_fetcher)
 
+    def _on_before_fetch(self) -> None:
+        super()._on_before_fetch()
+        self.host.before_fetch()
+
+    def _on_after_fetch(self) -> None:
+        self.host.after_fetch()
+        super()._on_after_fetch()
+
     # -- the ways of a batch --------------------------------------------------------------------
 
     def _way(self, fetcher: _DataFetcher) -> Any:
@@ -164,7 +184,8 @@ class EpochLoop(_TrainingEpochLoop):
         )
         if table.profiles or type(fetcher) is not _PrefetchDataFetcher:
             return self._long_way
-        fetcher._start_profiler = fetcher._stop_profiler = _profile_nothing
+        fetcher._start_profiler = self.host.before_fetch
+        fetcher._stop_profiler = self.host.after_fetch
         self._quick = QuickLog(module, trainer._logger_connector, self._results)
         self._takes_index = is_param_in_hook_signature(
             module.training_step, "batch_idx", min_args=2
