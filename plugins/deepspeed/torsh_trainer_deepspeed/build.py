@@ -1,14 +1,17 @@
 """``python -m torsh_trainer_deepspeed.build``: compiles what runs on a CPU need, before one does.
 
-It happens by itself when such a run starts for the first time. Beforehand it costs no time of a
-cluster's, and fails where somebody is looking.
+Names of operators after it compile these instead: ``cpu_adam``, ``fused_adam``, ... It happens by
+itself when such a run starts for the first time. Beforehand it costs no time of a cluster's, and
+fails where somebody is looking.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -17,17 +20,28 @@ from torsh_trainer.errors import TorshError
 from torsh_trainer_deepspeed import library
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Compiles the operators; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m torsh_trainer_deepspeed.build")
+    parser.add_argument(
+        "operators",
+        nargs="*",
+        metavar="OPERATOR",
+        help=f"of {', '.join(library.BUILDERS)}; {' and '.join(library.OPERATORS)} by default",
+    )
+    operators = parser.parse_args(argv).operators or library.OPERATORS
+    unknown = [name for name in operators if name not in library.BUILDERS]
+    if unknown:
+        parser.error(f"no operator {unknown[0]!r}; choose from {', '.join(library.BUILDERS)}")
     logging.basicConfig(format="%(message)s")
     comm = LocalCommunicator(torch.device("cpu"))
     try:
         library.load(comm)
-        library.compiled(library.OPERATORS, comm)
+        library.compiled(operators, comm)
     except TorshError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{' and '.join(library.OPERATORS)}: ready in {os.environ['TORCH_EXTENSIONS_DIR']}")
+    print(f"{' and '.join(operators)}: ready in {os.environ['TORCH_EXTENSIONS_DIR']}")
     return 0
 
 

@@ -200,7 +200,7 @@ def compiled(operators: Sequence[str], comm: Communicator) -> None:
             folder,
         )
     for name in operators:
-        builder = get_accelerator().create_op_builder(_BUILDERS[name])
+        builder = get_accelerator().create_op_builder(BUILDERS[name])
         # Every rank would say that it has it.
         with _alone(folder / name), contextlib.redirect_stdout(io.StringIO()):
             try:
@@ -215,13 +215,14 @@ def compiled(operators: Sequence[str], comm: Communicator) -> None:
                 ) from error
 
 
-_BUILDERS = {
+BUILDERS = {
     "deepspeed_shm_comm": "ShareMemCommBuilder",
     "cpu_adam": "CPUAdamBuilder",
     "cpu_adagrad": "CPUAdagradBuilder",
     "cpu_lion": "CPULionBuilder",
     "fused_adam": "FusedAdamBuilder",
 }
+"""What can be compiled for a CPU, and DeepSpeed's class that does it."""
 
 OPERATORS = ("deepspeed_shm_comm", "cpu_adam")
 """What a run on a CPU needs unless it asks for another optimizer of DeepSpeed's."""
