@@ -60,7 +60,8 @@ def door(on_ranks) -> Callable[..., tuple[int, str]]:
     from loops import typed  # once it is found
 
     def run(args: Sequence[str], folder: Path, *, processes: int = 1) -> tuple[int, str]:
-        answers = on_ranks(typed, folder, list(args), processes)
+        # A sweep starts processes of its own, beside other tests.
+        answers = on_ranks(typed, folder, list(args), processes, timeout_s=280)
         return max(code for code, _ in answers), "".join(said for _, said in answers)
 
     return run
