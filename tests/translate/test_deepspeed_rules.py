@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -12,7 +13,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed import job, keys, versions
 from torsh_trainer.translate.deepspeed.rules import RULES
 from torsh_trainer.translate.deepspeed.source import Options
-from torsh_trainer.translate.deepspeed.translator import translate
+from torsh_trainer.translate.deepspeed.translator import filled, translate
 from torsh_trainer.translate.plan import VERDICTS, Ledger
 
 
@@ -428,6 +429,15 @@ class TestAuto:
         assert plan.values["optimizer.lr"] == 3e-4
         assert plan.values["schedule.total_steps"] is None  # the run's own
         assert plan.choices["precision"] == "bf16_true"
+
+    def test_the_engine_is_given_what_is_filled_and_its_own_defaults_for_the_rest(self):
+        settings = {"bf16": "true", "per_device_train_batch_size": "2"}
+        options = Options(context="hf-trainer", world_size=4, settings=settings)
+        with pytest.raises(ConfigError, match="--set max_steps=STEPS"):
+            filled(self.FILE, options)
+        config = filled(self.FILE, replace(options, settings={**settings, "max_steps": "7"}))
+        assert config["zero_optimization"] == {"stage": 3}
+        assert config["scheduler"]["params"]["total_num_steps"] == 7
 
     def test_a_dotted_key_fills_it_too(self):
         config = {"train_micro_batch_size_per_gpu": "auto"}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed import (
     job,
     keys,
@@ -231,6 +232,13 @@ def filled(
     content: dict[str, Any] = {}
     for leaf in source_of(read(source), options).leaves:
         if leaf.key is None or leaf.mismatch or leaf.key.removed:
+            continue
+        if leaf.value is None and leaf.note:  # "auto" that moves no number: the engine's default
+            if leaf.key.dotted == "scheduler.params.total_num_steps":
+                raise ConfigError(
+                    f'{leaf.written} is "auto", which follows from the steps of a whole run',
+                    fix="state them: --set max_steps=STEPS",
+                )
             continue
         node = content
         for name in leaf.path[:-1]:
