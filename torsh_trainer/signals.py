@@ -8,12 +8,29 @@ import time
 from types import FrameType, TracebackType
 from typing import Any
 
+from torsh_trainer.errors import Interrupted
+
 STOPPING = ("SIGINT", "SIGTERM", "SIGUSR1")
 PATIENCE_S = 0.5
+
+_ends_with_its_run = False
+
+
+def ends_with_its_run() -> None:
+    """Says that this process has one run to do, and ends when that is stopped.
+
+    A launcher hands a signal to one process after another, and the ranks agree on their stop as
+    soon as one has it: to the others it may come when they have saved and left. It is old news
+    then, and is ignored, where by default it would kill a process that is saying how it went.
+    """
+    global _ends_with_its_run  # noqa: PLW0603  # one process, one run
+    _ends_with_its_run = True
 
 
 class Signals:
     """Within the block, the first stopping signal is remembered; a later SIGINT interrupts.
+
+    Afterwards the handlers are as before; but see ``ends_with_its_run``.
 
     One that follows within ``PATIENCE_S`` is an echo (a terminal and a wrapper may both send it).
 
@@ -40,8 +57,9 @@ class Signals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        stopped = kind is not None and issubclass(kind, Interrupted)
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if stopped and _ends_with_its_run else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self.received:

@@ -116,6 +116,31 @@ def test_workers_save_and_finish_when_the_parent_is_asked_to_stop(number, code, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_that_has_stopped_already_says_so_when_the_signal_comes(number, tmp_path):
+    """Rank 0 has it at once, and rank 1 hears of it from rank 0 before the parent sends it."""
+    entry = f"""
+from torsh_trainer.signals import Signals
+
+def entry(world):
+    announce(world)
+    try:
+        with Signals() as signals:
+            while world.rank == 0 and not signals.received:
+                time.sleep(0.02)
+            raise Interrupted("stopped in good order", fix="go on from here")
+    finally:
+        if world.rank == 1:
+            os.kill(os.getpid(), {int(number)})
+"""
+    parent = Parent(tmp_path, entry)
+    parent.pids()
+    parent.process.send_signal(number)
+    out, returncode = parent.end()
+    assert "go on from here" in out
+    assert returncode == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_without_handlers_end_at_once_and_quietly(number, tmp_path):
     parent = Parent(tmp_path, SLEEP, "run(entry, grace_s=3600)")
     pids = parent.pids()

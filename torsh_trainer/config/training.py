@@ -16,6 +16,7 @@ from torsh_trainer.config.job import Job, Run
 from torsh_trainer.config.overrides import bare_key, parsed
 from torsh_trainer.config.roots import Roots
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.signals import ends_with_its_run
 
 
 def train(line: CommandLine, roots: Roots, *, run: Run, env: Mapping[str, str]) -> int:
@@ -34,6 +35,8 @@ def train(line: CommandLine, roots: Roots, *, run: Run, env: Mapping[str, str]) 
             f"this process as one of {found.size}",
             fix="start the sweep from one process, with launcher.num_processes=N for each job",
         )
+    if found is not None and not line.multirun:
+        ends_with_its_run()
     with opened(line, roots) as app:
         job = Job(
             run=run,

@@ -23,6 +23,7 @@ import cloudpickle
 
 from torsh_trainer.launchers.failures import failure_of
 from torsh_trainer.launchers.messages import Sender
+from torsh_trainer.signals import ends_with_its_run
 from torsh_trainer.world import World
 
 ORPHAN_GRACE_S = 5.0
@@ -84,6 +85,7 @@ def main(words: list[str]) -> int:
     global _sender  # noqa: PLW0603  # one process, one worker
     handles = Handles.parse(words)
     _settle_signals()
+    ends_with_its_run()
     for fd in (handles.payload, handles.status, handles.leash, handles.stack):
         os.set_inheritable(fd, False)
     _watch_parent(handles)
