@@ -444,6 +444,14 @@ class TestAuto:
         settings = {"train_micro_batch_size_per_gpu": "6"}
         assert translate(config, Options(settings=settings)).values["data.micro_batch_size"] == 6
 
+    @pytest.mark.parametrize(
+        ("config", "says"),
+        [({"train_batch_size": 8}, "leaves it out"), ({"gradient_clipping": 2.0}, "says 2.0")],
+    )
+    def test_a_key_that_is_no_auto_is_not_filled_in_silence(self, config, says):
+        with pytest.raises(ConfigError, match=f"--set gradient_clipping .* the file {says}; write"):
+            translate(config, Options(settings={"gradient_clipping": "1.0"}))
+
     def test_an_unknown_name_is_refused_with_the_nearest(self):
         with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
             translate(self.FILE, Options(settings={"learning_rat": "1"}))

@@ -83,8 +83,14 @@ def _finding_rows(plan: Plan) -> Iterator[str]:
 
 
 def _row(cells: Sequence[str], kind: str = "") -> str:
-    inner = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+    cells = [escape(cell) for cell in cells]
+    inner = "".join(f"<td>{cell}</td>" for cell in (_breakable(cells[0]), *cells[1:]))
     return f'<tr class="{kind}">{inner}</tr>' if kind else f"<tr>{inner}</tr>"
+
+
+def _breakable(text: str) -> str:
+    """A dotted name, which a browser may break after a dot, and nowhere else."""
+    return text.replace(".", ".<wbr>")
 
 
 def _table(head: Sequence[str], rows: Sequence[str]) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed import keys, versions
-from torsh_trainer.translate.deepspeed.auto import AUTO, UNMATTERING, Filling, filling
+from torsh_trainer.translate.deepspeed.auto import ARGUMENTS, AUTO, UNMATTERING, Filling, filling
 from torsh_trainer.translate.deepspeed.checks import contradictions
 from torsh_trainer.translate.deepspeed.keys import Key, Path
 from torsh_trainer.translate.deepspeed.kinds import Mismatch
@@ -154,6 +154,7 @@ class _Reading:
                     engine=True,
                 )
             by_path[leaf.path] = leaf
+        self.check_stated(found)
         source = Source(
             self.document,
             self.options,
@@ -171,6 +172,20 @@ class _Reading:
             leaf = source.found.get(tuple(dotted.split(".")))
             place = leaf.place if leaf else self.document.root.place
             self.problem(place, what, fix, engine=True)
+
+    def check_stated(self, found: Sequence[Leaf]) -> None:
+        """What ``--set`` says of a key is used, or the file says the same; else it is a problem."""
+        written = {leaf.key.dotted: leaf for leaf in found if leaf.key is not None}
+        for name, value in self.filling.keys.items():
+            leaf = written.get(name)
+            if name in ARGUMENTS or (leaf is not None and (leaf.note or leaf.value == value)):
+                continue
+            says = "leaves it out" if leaf is None else f"says {_shown(leaf.value)}"
+            self.problem(
+                leaf.place if leaf is not None else self.document.root.place,
+                f'--set {name} fills an "auto", and the file {says}',
+                "write the value into the file, or leave --set out",
+            )
 
     def read_leaves(self) -> list[tuple[Path, Leaf]]:
         read = []
