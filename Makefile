@@ -71,7 +71,7 @@ $(VENV)/.installed-recipes: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)
 	$(call install,dev,$(PLUGINS))
 	$(PY) -m torsh_trainer_horovod.build
-	$(PY) -m torsh_trainer_deepspeed.build deepspeed_shm_comm cpu_adam cpu_adagrad fused_adam
+	$(PY) -m torsh_trainer_deepspeed.build deepspeed_shm_comm cpu_adam cpu_adagrad fused_adam pin_memory async_io
 	@touch $(VENV)/.installed-recipes $@
 
 $(VENV)/.installed-bench: pyproject.toml constraints.txt $(PLUGINS:=/pyproject.toml) | $(PY)

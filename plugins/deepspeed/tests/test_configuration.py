@@ -221,7 +221,15 @@ def test_the_optimizer_of_a_file_is_held_against_the_recipes(params, words, writ
     ("content", "words"),
     [
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op; a gradient is a mean"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'device; take "cpu"'),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+            "device is nvme at stage 0, and DeepSpeed keeps files at stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "device is nvme, where .* parameters are fp32; set precision=bf16_true",
+        ),
+        ({"aio": {"use_gds": True}}, "use_gds; leave it out"),
         ({"zero_optimization": {"zero_quantized_gradients": True}}, "needs a GPU"),
     ],
 )
@@ -343,7 +351,19 @@ def test_a_kernel_for_an_optimizer_that_torch_has_not_is_refused_with_the_reason
         DeepSpeed(optimizer="cpu_lion")
 
 
-@pytest.mark.parametrize("knobs", [{"stage": 4}, {"offload_param": "nvme"}, {"optimizer": "adam"}])
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"offload_optimizer": "nvme"}, r"device is nvme, and nothing says .*\(strategy.nvme_path"),
+        ({"offload_optimizer": "cpu", "nvme_path": "/x"}, "nothing is offloaded to nvme; set"),
+    ],
+)
+def test_files_and_their_place_go_together(knobs, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(DeepSpeed(stage=3, **knobs))
+
+
+@pytest.mark.parametrize("knobs", [{"stage": 4}, {"offload_param": "disk"}, {"optimizer": "adam"}])
 def test_a_knob_that_is_no_choice_is_an_error(knobs):
     with pytest.raises(ConfigError, match=r"is not one of"):
         DeepSpeed(**knobs)

@@ -19,6 +19,7 @@ from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.state import load_optimizers
 from torsh_trainer.strategies.zero1 import own_attributes
 from torsh_trainer.task import Task
+from torsh_trainer_deepspeed.files import Files, SwapFolder, put
 from torsh_trainer_deepspeed.library import Replacement
 from torsh_trainer_deepspeed.shards import (
     Piece,
@@ -178,6 +179,7 @@ class ZeroEngine(DeepSpeedEngine):
     where learning rates are set and what a checkpoint knows settings by. ``inner`` steps the
     partitions; it has groups of its own, which take over those settings before each step.
     ``masters`` are the fp32 values by parameter, where DeepSpeed has rounded the model's.
+    ``folders`` hold files of this engine's alone, which go with it.
     """
 
     clips_values = False
@@ -195,6 +197,7 @@ class ZeroEngine(DeepSpeedEngine):
         autocast: bool,
         replacement: Replacement,
         masters: Mapping[str, Tensor],
+        folders: Sequence[SwapFolder] = (),
     ) -> None:
         super().__init__(
             wrapped,
@@ -214,8 +217,18 @@ class ZeroEngine(DeepSpeedEngine):
             _note_whole_shapes(model)
         cut = partitioned_pieces if self._partitioned else replicated_pieces
         pieces = cut(self._zero, comm.world.rank)
+        self._folders = folders
+        self._files = Files(self._zero)
+        if comm.world.is_main:
+            self._files.tell()
         self._shards = Shards(
-            model, self._inner, pieces, self._flats(), fixed=self._fixed, push=self._push
+            model,
+            self._inner,
+            pieces,
+            self._flats(),
+            self._files,
+            fixed=self._fixed,
+            push=self._push,
         )
         self._restore(masters, pieces)
         if self._scaler is not None:
@@ -238,12 +251,20 @@ class ZeroEngine(DeepSpeedEngine):
         self._wrapped.step()
         norm = torch.as_tensor(self._zero._global_grad_norm, device=self._device).float()
         outcome = StepOutcome(norm, skipped=bool(self._zero.overflow))
-        if not outcome.skipped and self._ema is not None:
+        if outcome.skipped:
+            self._files.drop_gradients()
+        elif self._ema is not None:
             self._ema.update()
         self._stepped(outcome)
         if self._scaler is not None:
             self._zero.override_loss_scale(self._scaler.scale)
         return outcome
+
+    def close(self) -> None:
+        super().close()
+        self._files.close()
+        for folder in self._folders:
+            folder.remove()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -309,7 +330,8 @@ class ZeroEngine(DeepSpeedEngine):
             if name in masters and id(p) in pieces:
                 piece = pieces[id(p)]
                 part = masters[name].flatten().narrow(0, piece.offset, piece.numel)
-                piece.within(piece.flat).copy_(part)
+                piece.within(self._files.whole(piece.flat, of=piece.flat)).copy_(part)
+        self._files.flush()
 
     @torch.no_grad()
     def _push(self) -> None:
@@ -319,7 +341,7 @@ class ZeroEngine(DeepSpeedEngine):
         for parameter in self.model.parameters():
             kept = self._frozen.get(id(parameter))
             if kept is not None and self._partitioned:
-                parameter.ds_tensor.narrow(0, 0, kept.numel()).copy_(kept)
+                put(kept, parameter)
             elif kept is not None:
                 parameter.copy_(kept)
         if not self._partitioned:
@@ -327,8 +349,9 @@ class ZeroEngine(DeepSpeedEngine):
             return
         # As DeepSpeed's own step ends.
         zero._partition_all_parameters()
-        for index in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(index)
+        for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            with self._files.lent(flat):
+                zero._reassign_or_swap_out_partitioned_parameters(index)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 

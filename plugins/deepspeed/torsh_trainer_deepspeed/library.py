@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import re
+import resource
 import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -131,6 +132,41 @@ def check_memory(elements: int, world: World, available: int | None) -> None:
         )
 
 
+def lockable_bytes() -> int | None:
+    """Memory that this process may keep from being paged out; None where that has no bound."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    try:
+        held = re.search(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text("ascii"))
+    except OSError:
+        held = None
+    unbound = held is not None and bool(int(held[1], 16) >> _CAP_IPC_LOCK & 1)
+    return None if unbound or limit == resource.RLIM_INFINITY else limit
+
+
+_CAP_IPC_LOCK = 14
+
+
+def check_buffers(
+    needed: int, world: World, lockable: int | None, *, available: int | None
+) -> None:
+    """Holds what a rank's buffers for files lock of memory against what there is.
+
+    Raises:
+        ResourceError: it is more; DeepSpeed would go on with buffers that are not there.
+    """
+    fix = "make the buffers smaller: strategy.sub_group_size"
+    takes = f"DeepSpeed's buffers for files lock {needed / 2**20:.0f} MiB of memory a process"
+    if lockable is not None and needed > lockable:
+        raise ResourceError(
+            f"{takes}, and this one may lock {lockable / 2**20:.0f} MiB",
+            fix=f"raise that bound (ulimit -l), or {fix}",
+        )
+    if available is not None and needed * world.local_size > available:
+        raise ResourceError(
+            f"{takes}, and {available / 2**20:.0f} MiB are available to {world.local_size}", fix=fix
+        )
+
+
 @contextlib.contextmanager
 def putting_back() -> Iterator[dict[str, Any]]:
     """Undoes, at its end, what making an engine replaces in the whole process; gives it, by name.
@@ -193,9 +229,14 @@ def compiled(operators: Sequence[str], comm: Communicator) -> None:
 
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     due = [name for name in operators if not (folder / name / f"{name}.so").exists()]
+    if "async_io" in due and not _has_libaio():
+        raise ResourceError(
+            "DeepSpeed compiles async_io, for files, against libaio, which is not there",
+            fix=_LIBAIO,
+        )
     if due and comm.world.is_main:
         log.warning(
-            "DeepSpeed compiles %s, once: a minute or two; it stays in %s",
+            "DeepSpeed compiles %s, once: a few minutes; it stays in %s",
             " and ".join(due),
             folder,
         )
@@ -205,14 +246,28 @@ def compiled(operators: Sequence[str], comm: Communicator) -> None:
         with _alone(folder / name), contextlib.redirect_stdout(io.StringIO()):
             try:
                 builder.load(verbose=False)
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, ImportError) as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 telling = [line for line in lines if re.search(r"error: |not found", line)]
                 raise ResourceError(
                     f"DeepSpeed could not compile {name}: {(telling or lines)[-1]}",
-                    fix="it takes a C++ compiler (apt-get install g++) and room in "
+                    fix=_LIBAIO
+                    if "libaio" in str(error)
+                    else "it takes a C++ compiler (apt-get install g++) and room in "
                     f"TORCH_EXTENSIONS_DIR ({folder})",
                 ) from error
+
+
+_LIBAIO = "apt-get install libaio-dev, or offload to cpu"
+
+
+def _has_libaio() -> bool:
+    # Imported here: see ``load``.
+    from deepspeed.accelerator import get_accelerator
+
+    builder = get_accelerator().create_op_builder(BUILDERS["async_io"])
+    with contextlib.redirect_stdout(io.StringIO()):
+        return bool(builder.is_compatible(verbose=False))
 
 
 BUILDERS = {
@@ -221,11 +276,17 @@ BUILDERS = {
     "cpu_adagrad": "CPUAdagradBuilder",
     "cpu_lion": "CPULionBuilder",
     "fused_adam": "FusedAdamBuilder",
+    "pin_memory": "PinMemoryBuilder",
+    "async_io": "AsyncIOBuilder",
 }
 """What can be compiled for a CPU, and DeepSpeed's class that does it."""
 
 OPERATORS = ("deepspeed_shm_comm", "cpu_adam")
 """What a run on a CPU needs unless it asks for another optimizer of DeepSpeed's."""
+
+
+FILES = ("pin_memory", "async_io")
+"""What keeping anything in files takes, and libaio."""
 
 
 @contextlib.contextmanager

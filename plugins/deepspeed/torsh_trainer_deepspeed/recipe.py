@@ -27,8 +27,9 @@ AUTO = "auto"
 class Told:
     """``values`` go to deepspeed.initialize; the rest of a file is ours to do.
 
-    ``half`` says that DeepSpeed holds the parameters in ``precision.compute`` itself. ``max_norm``
-    is the bound of a file, which the run does not set.
+    ``half`` says that DeepSpeed holds the parameters in ``precision.compute`` itself, ``swaps``
+    which blocks of ``zero_optimization`` have it keep something in files. ``max_norm`` is the bound
+    of a file, which the run does not set.
     """
 
     values: dict[str, Any]
@@ -36,6 +37,7 @@ class Told:
     precision: Precision
     half: bool
     offloads: bool
+    swaps: tuple[str, ...]
     max_norm: float | None
 
 
@@ -68,6 +70,7 @@ def told(config: DeepSpeedConfig, job: Job, model: nn.Module, *, device: str) ->
         precision,
         half,
         offloads=offload.get("device", "none") != "none",
+        swaps=_swaps(config, precision, half=half),
         max_norm=max_norm,
     )
 
@@ -109,11 +112,6 @@ def _enabled(value: Any) -> bool:
     return bool(value.get("enabled")) if isinstance(value, Mapping) else bool(value)
 
 
-_NO_NVME = (
-    'take "cpu": on NVMe (for which DeepSpeed also needs libaio) the state lies in swap files, '
-    "which no checkpoint here holds"
-)
-
 _REFUSED: tuple[tuple[Key, Callable[[Any], bool], str], ...] = (
     (("torch_autocast",), _enabled, "set precision=bf16_mixed or precision=fp16_mixed instead"),
     (
@@ -134,10 +132,9 @@ _REFUSED: tuple[tuple[Key, Callable[[Any], bool], str], ...] = (
     (("bf16", "bf16_master_weights_and_grads"), bool, "a checkpoint holds fp32 masters"),
     (("bf16", "bf16_optimizer_states"), bool, "a checkpoint holds fp32 optimizer state"),
     (("fp16", "fp16_master_weights_and_grads"), bool, "a checkpoint holds fp32 masters"),
+    (("aio", "use_gds"), bool, "leave it out: files are read by way of host memory"),
     (("zero_optimization", "zenflow"), bool, "it changes the algorithm: take the block out"),
     (("zero_optimization", "compute_grad_norm"), lambda v: v is False, "the norm is reported"),
-    (("zero_optimization", "offload_optimizer", "device"), lambda v: v == "nvme", _NO_NVME),
-    (("zero_optimization", "offload_param", "device"), lambda v: v == "nvme", _NO_NVME),
     (("zero_optimization", "offload_optimizer", "super_offload"), bool, "leave it out"),
     (
         ("zero_optimization", "offload_optimizer", "ratio"),
@@ -171,6 +168,47 @@ def _refuse(config: DeepSpeedConfig, device: str) -> None:
                 fix="leave it out, or run on GPUs",
                 strategy="deepspeed",
             )
+
+
+OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
+"""The blocks of zero_optimization that may say ``device: nvme``."""
+
+
+def in_files(config: DeepSpeedConfig) -> tuple[str, ...]:
+    """The blocks that do."""
+    blocks = (OPTIMIZER, PARAMETERS)
+    return tuple(b for b in blocks if config.get("zero_optimization", b, "device") == "nvme")
+
+
+def _swaps(config: DeepSpeedConfig, precision: Precision, *, half: bool) -> tuple[str, ...]:
+    """The same, held against the stage and what is computed in.
+
+    Raises:
+        Unsupported: DeepSpeed has no files there.
+        ConfigError: nothing says where they are to lie.
+    """
+    found = in_files(config)
+    for block in found:
+        place = config.place("zero_optimization", block, "device")
+        if config.stage != 3:
+            raise Unsupported(
+                f"{place} is nvme at stage {config.stage}, and DeepSpeed keeps files at stage 3",
+                fix="set the stage to 3, or the device to cpu",
+                strategy="deepspeed",
+            )
+        if block == PARAMETERS and not half:
+            raise Unsupported(
+                f"{place} is nvme, where DeepSpeed has buffers of a low precision, and the run's "
+                f"parameters are {precision.params}",
+                fix=f"set precision=bf16_true, or the device to cpu; {OPTIMIZER} can be nvme",
+                strategy="deepspeed",
+            )
+        if not config.get("zero_optimization", block, "nvme_path"):
+            raise ConfigError(
+                f"{place} is nvme, and nothing says where the files are to lie",
+                fix="name a folder of a local disk: nvme_path (strategy.nvme_path)",
+            )
+    return found
 
 
 # -- what the recipe says ------------------------------------------------------------------------

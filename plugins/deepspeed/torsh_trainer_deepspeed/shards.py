@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torsh_trainer.checkpoint.base import FlatShard
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.state import materialise_slots
+from torsh_trainer_deepspeed.files import Files
 
 
 class Piece(NamedTuple):
@@ -90,8 +91,8 @@ class Shards:
     """The state of a sharded engine by parameter name.
 
     ``pieces`` are the trainable parameters' by id, ``flats`` the partitions of each group of
-    ``inner``, ``fixed`` what a checkpoint has of the frozen parameters. ``push`` makes the
-    parameters that forward uses out of the master weights.
+    ``inner``, ``files`` where some of them lie, ``fixed`` what a checkpoint has of the frozen
+    parameters. ``push`` makes the parameters that forward uses out of the master weights.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Shards:
         inner: Optimizer,
         pieces: Mapping[int, Piece],
         flats: Sequence[list[Tensor]],
+        files: Files,
         fixed: Callable[[str, Any], Tensor | FlatShard],
         push: Callable[[], None],
     ) -> None:
@@ -107,6 +109,7 @@ class Shards:
         self._inner = inner
         self._pieces = pieces
         self._flats = flats
+        self._files = files
         self._fixed = fixed
         self._push = push
         self._by_name = {
@@ -116,10 +119,11 @@ class Shards:
     def model(self) -> dict[str, Any]:
         """Master weights, frozen parameters and buffers; what is tied has all its names."""
         state: dict[str, Any] = {}
+        wholes = {id(flat): self._files.whole(flat, of=flat) for flat, _ in self._partitions()}
         for name, value in self._model.state_dict(keep_vars=True).items():
             if id(value) in self._pieces:
                 piece = self._pieces[id(value)]
-                state[name] = piece.shard(name, piece.flat)
+                state[name] = piece.shard(name, wholes[id(piece.flat)])
             elif isinstance(value, nn.Parameter):
                 state[name] = self._fixed(name, value)
             else:
@@ -128,28 +132,43 @@ class Shards:
 
     def optimizer(self) -> dict[str, dict[str, Any]]:
         """``{parameter name: {slot: FlatShard, or a number's tensor}}``, in torch's words."""
-        state: dict[str, dict[str, Any]] = {}
-        for name, piece in self._by_name.items():
-            slots = self._inner.state.get(piece.flat)
-            if slots:
-                state[name] = {
-                    self._said(key): _slot(name, piece, key, v) for key, v in slots.items()
-                }
-        return state
+        state: dict[str, dict[str, Any]] = {name: {} for name in self._by_name}
+        for flat, names in self._partitions():
+            shape = self._files.whole(flat, of=flat).shape
+            for key, value in self._inner.state.get(flat, {}).items():
+                whole = self._files.whole(value, of=flat)
+                for name in names:
+                    slot = _slot(name, self._by_name[name], key, whole, shape)
+                    state[name][self._said(key)] = slot
+        return {name: slots for name, slots in state.items() if slots}
 
     def _said(self, slot: str) -> str:
         return _WORDS.get(type(self._inner).__name__, {}).get(slot, slot)
 
     def materialise(self) -> None:
         """Creates the slots that a checkpoint is read into."""
-        groups = self._inner.param_groups
+        flats = [flat for group in self._flats for flat in group]
+        self._create([flat for flat in flats if not self._files.hold(flat)])
+        for flat in flats:  # which are never in memory all at once
+            if self._files.hold(flat) and not self._inner.state.get(flat):
+                with self._files.swapped_in(flat):
+                    self._create([flat])
+
+    def _create(self, chosen: list[Tensor]) -> None:
+        groups, state = self._inner.param_groups, self._inner.state
+        if any(state.get(flat) for flat in chosen):
+            return
         kept = [group["params"] for group in groups]
+        ids = {id(flat) for flat in chosen}
         # Between its steps, stage 3 leaves the groups empty.
         for group, flats in zip(groups, self._flats, strict=True):
-            group["params"] = flats
+            group["params"] = [flat for flat in flats if id(flat) in ids]
+        self._inner.state = type(state)(dict)
         try:
             materialise_slots(self._inner)
+            state.update(self._inner.state)
         finally:
+            self._inner.state = state
             for group, parameters in zip(groups, kept, strict=True):
                 group["params"] = parameters
 
@@ -166,6 +185,7 @@ class Shards:
             self.materialise()
         for flat, names in self._partitions():
             self._load_partition(flat, names, slots)
+        self._files.flush()
         self._push()
 
     def _partitions(self) -> Iterable[tuple[Tensor, list[str]]]:
@@ -180,6 +200,7 @@ class Shards:
         there = [name for name in names if slots.get(name)]
         if not there:
             self._inner.state.pop(flat, None)
+            self._files.forget(flat)
             return
         if len(there) < len(names):
             odd = next(name for name in names if name not in there)
@@ -188,8 +209,9 @@ class Shards:
         for key, value in list(state.items()):
             saved = [slots[name][self._said(key)] for name in names]
             if all(isinstance(one, FlatShard) for one in saved):
+                whole = self._files.whole(value, of=flat)
                 for name, one in zip(names, saved, strict=True):
-                    _copy(self._by_name[name].shard(name, value), one)
+                    _copy(self._by_name[name].shard(name, whole), one)
                 continue
             numbers = [None if one is None else float(one) for one in saved]
             for name, number in zip(names, numbers, strict=True):
@@ -203,8 +225,8 @@ _WORDS = {"DeepSpeedCPUAdagrad": {"exp_avg_sq": "sum"}}
 """Optimizers of DeepSpeed's that call a slot otherwise than torch's of that kind."""
 
 
-def _slot(name: str, piece: Piece, key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.shape == piece.flat.shape:
+def _slot(name: str, piece: Piece, key: str, value: Any, shape: torch.Size) -> Any:
+    if isinstance(value, Tensor) and value.shape == shape:
         return piece.shard(name, value)
     if key == "step" or (isinstance(value, Tensor) and value.numel() == 1):
         # torch's own form of it, whichever optimizer counts.

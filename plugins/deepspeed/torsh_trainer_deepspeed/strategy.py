@@ -21,10 +21,18 @@ from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.strategies.native import DTYPES
 from torsh_trainer.world import World
-from torsh_trainer_deepspeed import library
+from torsh_trainer_deepspeed import library, needs
 from torsh_trainer_deepspeed.config import DeepSpeedConfig, leaves
 from torsh_trainer_deepspeed.engine import DeepSpeedEngine, ZeroEngine, without_state
-from torsh_trainer_deepspeed.recipe import Told, brought, check_optimizer, contradiction, told
+from torsh_trainer_deepspeed.recipe import (
+    OPTIMIZER,
+    Told,
+    brought,
+    check_optimizer,
+    contradiction,
+    in_files,
+    told,
+)
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +69,10 @@ class DeepSpeed(Strategy):
 
     ``stage`` says what is cut over processes: 0 nothing, 1 optimizer state, 2 gradients too, 3
     parameters too. ``offload_optimizer`` and ``offload_param`` keep that part in host memory
-    (``cpu``; parameters at stage 3 alone). ``optimizer`` is what steps there: ``torch`` is the
-    recipe's own, ``cpu_adam`` and ``cpu_adagrad`` are DeepSpeed's for host memory, ``fused_adam``
-    its Adam elsewhere; null takes the former two for Adam, AdamW and Adagrad that are offloaded.
+    (``cpu``; parameters at stage 3 alone), or in files below ``nvme_path`` (``nvme``; at stage 3,
+    and parameters in bf16 alone). ``optimizer`` is what steps there: ``torch`` is the recipe's own,
+    ``cpu_adam`` and ``cpu_adagrad`` are DeepSpeed's for host memory, ``fused_adam`` its Adam
+    elsewhere; null takes the former two for Adam, AdamW and Adagrad that are offloaded.
     The other knobs are DeepSpeed's own, under its names.
 
     ``config`` is a ds_config.json, taken as it is: a knob that is not at its default must agree
@@ -73,8 +82,9 @@ class DeepSpeed(Strategy):
 
     name: ClassVar[str] = "deepspeed"
     stage: int = 2
-    offload_optimizer: Literal["cpu"] | None = None
-    offload_param: Literal["cpu"] | None = None
+    offload_optimizer: Literal["cpu", "nvme"] | None = None
+    offload_param: Literal["cpu", "nvme"] | None = None
+    nvme_path: str | None = None
     optimizer: Literal["torch"] | OwnOptimizer | None = None
     overlap_comm: bool | None = None
     contiguous_gradients: bool = True
@@ -136,13 +146,29 @@ class DeepSpeed(Strategy):
             _settle(file, zero, name, key, value, fills=not (is_default and self.config))
         for key, value in leaves(self.extra):
             _settle(file, values, f"extra.{'.'.join(key)}", key, value, fills=True)
-        return replace(file, values=values)
+        config = replace(file, values=values)
+        self._settle_path(config, zero)
+        return config
+
+    def _settle_path(self, config: DeepSpeedConfig, zero: dict[str, Any]) -> None:
+        """Puts ``nvme_path`` into each block that keeps something in files."""
+        if self.nvme_path is None:
+            return
+        blocks = in_files(config)
+        if not blocks:
+            raise ConfigError(
+                f"strategy.nvme_path={self.nvme_path}, and nothing is offloaded to nvme",
+                fix="set strategy.offload_optimizer=nvme, or leave the path out",
+            )
+        for block in blocks:
+            key = (block, "nvme_path")
+            _settle(config, zero, "nvme_path", key, self.nvme_path, fills=True)
 
     def _as_keys(self) -> list[tuple[str, tuple[str, ...], Any, bool]]:
         """(knob, key below zero_optimization, value, is the default) of each knob that has one."""
         found = []
         for knob in dataclasses.fields(self):
-            if knob.name in ("optimizer", "config", "unknown_keys", "extra"):
+            if knob.name in ("nvme_path", "optimizer", "config", "unknown_keys", "extra"):
                 continue
             value = getattr(self, knob.name)
             is_default = value == knob.default
@@ -169,7 +195,7 @@ class DeepSpeed(Strategy):
         model = modules.build(job, comm)
         modules.refuse_sparse(model, "strategy=deepspeed", use="use strategy=ddp")
         plan = told(config, job, model, device=comm.device.type)
-        if plan.offloads:
+        if plan.offloads and OPTIMIZER not in plan.swaps:
             library.check_memory(trained_elements(model), comm.world, library.available_bytes())
         job = replace(job, precision=plan.precision)
         self._check_ema(job, plan)
@@ -270,18 +296,25 @@ class DeepSpeed(Strategy):
         modules.compiled(job, [module])
         (optimizer,) = optimizers.values()
         inner = self._inner(optimizer, plan, comm)
-        with library.putting_back() as theirs:
-            wrapped = _initialized(deepspeed, module, inner, config, plan, comm)
-        common: dict[str, Any] = {
-            "model": model,
-            "optimizers": optimizers,
-            "max_norm": plan.max_norm,
-            "autocast": not plan.half,
-            "replacement": library.Replacement(theirs),
-        }
-        if plan.stage == 0:
-            return DeepSpeedEngine(wrapped, job, comm, **common)
-        return ZeroEngine(wrapped, job, comm, masters=masters, **common)
+        zero = plan.values["zero_optimization"]
+        folders = needs.prepared(plan.swaps, config, zero, model, optimizer, comm)
+        with contextlib.ExitStack() as undoing:
+            for folder in folders:
+                undoing.callback(folder.remove)
+            with library.putting_back() as theirs:
+                wrapped = _initialized(deepspeed, module, inner, config, plan, comm)
+            common: dict[str, Any] = {
+                "model": model,
+                "optimizers": optimizers,
+                "max_norm": plan.max_norm,
+                "autocast": not plan.half,
+                "replacement": library.Replacement(theirs),
+            }
+            if plan.stage == 0:
+                return DeepSpeedEngine(wrapped, job, comm, **common)
+            engine = ZeroEngine(wrapped, job, comm, masters=masters, folders=folders, **common)
+            undoing.pop_all()
+            return engine
 
 
 _BEYOND = ("amsgrad", "lr_decay", "initial_accumulator_value", "maximize")
@@ -295,8 +328,8 @@ def trained_elements(model: nn.Module) -> int:
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2, 3),
-    "offload_optimizer": (None, "cpu"),
-    "offload_param": (None, "cpu"),
+    "offload_optimizer": (None, "cpu", "nvme"),
+    "offload_param": (None, "cpu", "nvme"),
     "optimizer": (None, "torch", *_TWINS),
     "unknown_keys": ("error", "warn"),
 }
@@ -304,7 +337,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 _NO_LION = "Lion has no twin in torch, with which another strategy could go on from its checkpoint"
 _INSTEAD = {
-    "nvme": "take cpu: on NVMe the state lies in swap files, which no checkpoint holds",
     "cpu_lion": f"take cpu_adam: {_NO_LION}",
     "fused_lion": f"take fused_adam: {_NO_LION}",
 }

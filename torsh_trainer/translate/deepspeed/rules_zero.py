@@ -196,13 +196,18 @@ def _offload(source: Source, what: str, *, active: bool, stages: str) -> Outcome
     )
 
 
+_NO_FILES = (
+    "FSDP2 keeps nothing in files; device cpu is translated, and strategy=deepspeed takes this file"
+)
+
+
 @rule("offload.optimizer", "Optimizer state on the host: FSDP2 offloads all or nothing.")
 def _offload_optimizer(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value == "cpu":
         active = job.offloads_optimizer(source)
         return _offload(source, "optimizer state", active=active, stages="stages 1 to 3")
     if leaf.value == "nvme":
-        return refused("not in this release: optimizer state on NVMe; device cpu is translated")
+        return refused(f"optimizer state on NVMe: {_NO_FILES}")
     return dead("nothing is offloaded")
 
 
@@ -212,7 +217,7 @@ def _offload_parameters(source: Source, leaf: Leaf) -> Outcome:
         active = job.offloads_parameters(source)
         return _offload(source, "parameters", active=active, stages="stage 3")
     if leaf.value == "nvme":
-        return refused("not in this release: parameters on NVMe; device cpu is translated")
+        return refused(f"parameters on NVMe: {_NO_FILES}")
     return dead("nothing is offloaded")
 
 
