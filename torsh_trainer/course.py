@@ -60,6 +60,19 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Likened:
+    """How ``verify`` has a task train that brings its own loop (see ``Task.likened``).
+
+    ``processes`` is whose batches these are: one of fewer processes takes the shares of several,
+    a batch of each in turn, and accumulates over them. ``sgd_lr`` asks for plain SGD at that rate
+    in the place of the task's own optimizers and schedules; None leaves those.
+    """
+
+    processes: int
+    sgd_lr: float | None = None
+
+
+@dataclass(frozen=True)
 class Parts:
     """What a run gives to the loop of a course.
 
@@ -72,6 +85,19 @@ class Parts:
     callbacks: Sequence[Callback]
     checkpointer: Checkpointer
     about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a course would take from a checkpoint beside weights and optimizers, in words.
+
+    ``rows`` are a word for what it is and what there is to say, ``inexact`` what makes the rest of
+    the run another than it would have been; ``refused`` is why it would not go on, and what to do.
+    """
+
+    rows: Sequence[tuple[str, str]] = ()
+    inexact: Sequence[str] = ()
+    refused: str = ""
 
 
 class OwnLoop(abc.ABC):
@@ -155,6 +181,10 @@ class Course(abc.ABC):
         """Whether ``checkpoint.resume`` names what the course itself goes on from: a checkpoint of
         another program, which no checkpointer knows."""
         return False
+
+    def restored(self, saved: Mapping[str, Any], processes: int) -> Restored:
+        """What as many processes would take from a checkpoint, whose plain parts are ``saved``."""
+        return Restored()
 
     def goes_on(self) -> None:  # noqa: B027 - optional
         """The run goes on from a checkpoint of its own, which ``OwnLoop.load`` is given."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.course import Course, OwnLoop, Parts, Position, Setting
+from torsh_trainer.course import Course, OwnLoop, Parts, Restored, Setting
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.membership import Membership
 from torsh_trainer.rank import SAME, Origin, Rank, job_with, knob_facts
@@ -83,9 +83,13 @@ class CoursedRank(Rank):
     def total_steps(self) -> int | None:
         return self.course.total_steps
 
-    def is_over(self, position: Position) -> str:
-        """The course itself says when nothing is left."""
-        return ""
+    @property
+    def elsewhere(self) -> str:
+        resume = self.trainer.checkpoint.resume
+        return resume if self.course.reads(resume) else ""
+
+    def restored(self, saved: Mapping[str, Any]) -> Restored:
+        return self.course.restored(saved, self.world.size)
 
     def _info(self) -> RunInfo:
         info = super()._info()
@@ -104,16 +108,17 @@ class CoursedRank(Rank):
 
 def _refuse(trainer: Trainer, world: World) -> None:
     """Refuses what only the trainer's own loop can do."""
-    name = type(trainer.task).__name__
-    asked: Mapping[str, bool] = {
-        f"trainer.stages={list(trainer.stages)}": any(
-            s.startswith("find_") for s in trainer.stages
-        ),
-        f"processes that come and go, as {world.source} has started these": world.elastic,
+    asked = {
+        f"trainer.stages=[{stage}]": trainer.task.instead_of.get(stage, "leave it out")
+        for stage in trainer.stages
+        if stage.startswith("find_")
     }
-    for option, wanted in asked.items():
-        if wanted:
-            raise Unsupported(
-                f"{name} trains in a loop of its own, which cannot honour {option}",
-                fix="leave it out",
-            )
+    if world.elastic:
+        option = f"processes that come and go, as {world.source} has started these"
+        asked[option] = "leave --min-np and --host-discovery-script out"
+    for option, fix in asked.items():
+        raise Unsupported(
+            f"{type(trainer.task).__name__} trains in a loop of its own, which cannot honour "
+            f"{option}",
+            fix=fix,
+        )

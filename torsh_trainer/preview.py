@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
-
 from torsh_trainer import hardware, registry, resume
 from torsh_trainer.checkpoint.setup import WORDS, Difference, shown
 from torsh_trainer.checkpoint.store.places import Location
 from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.course import Restored
 from torsh_trainer.coursed import rank_class
-from torsh_trainer.data.stream import keeps_state
-from torsh_trainer.errors import Unsupported
 from torsh_trainer.loop import Position, named_callbacks
 from torsh_trainer.rank import Rank, rehearsal
 from torsh_trainer.strategies.base import Strategy
@@ -53,16 +50,11 @@ def preview(trainer: Trainer, world: World, *, run_dir: Path) -> Preview:
         ConfigError: there is no such checkpoint, or the run contradicts itself.
         ResourceError: every checkpoint there is damaged.
     """
-    if rank_class(trainer.task) is not Rank:
-        raise Unsupported(
-            f"{type(trainer.task).__name__} trains in a loop of its own, which cannot look ahead",
-            fix="start the run: it refuses a checkpoint that does not fit before its first step",
-        )
     strategy = trainer.strategy
     if isinstance(strategy, str):
         strategy = registry.strategy_class(strategy)()
     comm = LocalCommunicator()
-    rank = Rank(
+    rank = rank_class(trainer.task)(
         rehearsal(trainer),
         world,
         comm,
@@ -75,6 +67,8 @@ def preview(trainer: Trainer, world: World, *, run_dir: Path) -> Preview:
         with _warnings() as skipped:
             origin = rank.origin
         if origin is None:
+            if rank.elsewhere:
+                return Preview(f"{rank.elsewhere} is the task's own to read, once the run begins")
             never = trainer.checkpoint.resume == "never"
             why = "checkpoint.resume=never" if never else f"there is no checkpoint in {run_dir}"
             return Preview(f"nothing is restored: {why}")
@@ -86,7 +80,7 @@ def preview(trainer: Trainer, world: World, *, run_dir: Path) -> Preview:
         else:
             found = resume.for_evaluation(fit, averaged=trainer.ema_decay is not None)
         told = _Told(rank, origin.plain, setup, template, found)
-        return Preview(told.text(origin.path, skipped), bool(found.comparison.refused))
+        return Preview(told.text(origin.path, skipped), bool(told.refused))
     finally:
         rank.close()
 
@@ -139,9 +133,16 @@ class _Told:
         self.template = template
         self.found = found
         self.comparison = found.comparison
+        self.own = rank.restored(saved) if rank.trains else Restored()
+
+    @property
+    def refused(self) -> list[str]:
+        """Why the run would not go on."""
+        told = [_refused(one) for one in self.comparison.refused]
+        return [*told, self.own.refused] if self.own.refused else told
 
     def text(self, path: Location, skipped: Sequence[str]) -> str:
-        refused = self.comparison.refused
+        refused = self.refused
         parts = [f"{path} is whole{self._origin()}", *(f"  {one}" for one in skipped)]
         for title, rows in (
             ("restored", [] if refused else list(self.restored())),
@@ -149,13 +150,13 @@ class _Told:
             ("as configured today", [("", text) for text in self.comparison.applied]),
             ("allowed to differ", [("", _allowed(one)) for one in self.comparison.allowed]),
             ("inexact", [("", text) for text in self.inexact()]),
-            ("refused", [("", _refused(one)) for one in refused]),
+            ("refused", [("", text) for text in refused]),
         ):
             if rows:
                 parts += ["", title, *map(_shown, rows)]
-        if refused:
+        if self.comparison.refused:
             parts += ["", f"It is refused: {self.comparison.way_on}."]
-        elif self.rank.trains and not self._differs():
+        elif self.rank.trains and not refused and not self._differs():
             parts += ["", "Nothing is known that would make it differ from a run without a stop."]
         over = self.rank.is_over(self._position())
         if over and self.rank.trains and not refused:
@@ -174,14 +175,15 @@ class _Told:
                 count = sum(len(group["params"]) for group in facts["groups"])
                 yield "optimizer", f"{name}: {facts['class']} of {count} parameters"
         position = self._position()
-        total = self.setup["total_steps"]
+        total = self.rank.total_steps
         of = "" if total is None else f" of {total:,}"
         step = f"step {position.step:,}{of}"
         yield "position", f"{step}, epoch {position.epoch}, {position.samples:,} samples"
-        if self.setup["schedule"]["name"] != "constant" and not self.found.fresh_schedule:
-            yield "schedule", f"{self.setup['schedule']['name']}, at update {position.updates:,}"
+        schedule = self._schedule
+        if schedule and not self.found.fresh_schedule:
+            yield "schedule", f"{schedule}, at update {position.updates:,}"
         yield from self._optional(saved["engine"])
-        yield "data", self._data(position.samples)
+        yield from self.own.rows
         streams = self._random()
         if streams:
             yield "random", streams
@@ -190,6 +192,12 @@ class _Told:
             yield "callbacks", ", ".join(kept)
         if saved["task"]:
             yield "task", f"its own state: {', '.join(saved['task'])}"
+
+    @property
+    def _schedule(self) -> str:
+        """The name of the run's schedule; empty for a constant rate, and a task's own."""
+        name = str(self.setup.get("schedule", {}).get("name", "constant"))
+        return "" if name == "constant" else name
 
     def _optional(self, engine: Mapping[str, Any]) -> Iterator[Row]:
         trainer = self.rank.trainer
@@ -206,7 +214,7 @@ class _Told:
         for path in self.found.leave:
             yield path[1], f"{' '.join(path[2:])} begins afresh".strip()
         if self.found.fresh_schedule:
-            yield "schedule", f"{self.setup['schedule']['name']} begins afresh"
+            yield "schedule", f"{self._schedule or 'constant'} begins afresh"
         if trainer.precision.scales_loss and "loss_scale" not in engine:
             yield "loss scale", "the checkpoint has none: it begins at the configured one"
         if "loss_scale" in engine and not trainer.precision.scales_loss:
@@ -221,6 +229,7 @@ class _Told:
         if not self.rank.trains:
             return
         yield from self.comparison.inexact
+        yield from self.own.inexact
         size, held = self.rank.world.size, len(self.saved["rng"])
         if held < size:
             where = f" on {size - held} of {size} processes" if held else ""
@@ -250,16 +259,6 @@ class _Told:
 
     def _callbacks(self) -> list[str]:
         return [name for name, one in named_callbacks(self.rank.callbacks) if one.state_dict()]
-
-    def _data(self, samples: int) -> str:
-        dataset = self.rank.task.data.train
-        if not isinstance(dataset, IterableDataset):
-            size = self.rank.epoch_size
-            epoch, within = divmod(samples, size) if size else (0, samples)
-            return f"goes on in epoch {epoch} after {within:,} of {size:,} samples"
-        if keeps_state(dataset) and self.saved["feed"]:
-            return "the stream is put back where it was, by its own state"
-        return f"the first {samples:,} samples of the stream are read again and passed over"
 
     def _random(self) -> str:
         ranks = list(self.saved["rng"].values())[: self.rank.world.size]

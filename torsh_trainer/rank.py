@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from torsh_trainer import hardware, resume
 from torsh_trainer.callbacks.base import MainOnly, RunInfo
@@ -24,10 +25,11 @@ from torsh_trainer.checkpoint.memory import laid
 from torsh_trainer.checkpoint.setup import WORDS, Comparison, compare
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.course import Restored
 from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
 from torsh_trainer.data.feed import TrainFeed, eval_batches
 from torsh_trainer.data.sampler import Cut, mix
-from torsh_trainer.data.stream import has_length
+from torsh_trainer.data.stream import has_length, keeps_state
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
 from torsh_trainer.loop import Cadence, Loop, Position
@@ -265,6 +267,25 @@ class Rank:
             self.comm,
             limit=self.trainer.eval_batches,
         )
+
+    @property
+    def elsewhere(self) -> str:
+        """What the run goes on from that is no checkpoint of its own kind; empty for nothing."""
+        return ""
+
+    def restored(self, saved: Mapping[str, Any]) -> Restored:
+        """What the plain parts of a checkpoint give beside weights and optimizers, in words."""
+        return Restored((("data", self._data_words(saved)),))
+
+    def _data_words(self, saved: Mapping[str, Any]) -> str:
+        dataset, samples = self.task.data.train, int(saved["position"]["samples"])
+        if not isinstance(dataset, IterableDataset):
+            size = self.epoch_size
+            epoch, within = divmod(samples, size) if size else (0, samples)
+            return f"goes on in epoch {epoch} after {within:,} of {size:,} samples"
+        if keeps_state(dataset) and saved["feed"]:
+            return "the stream is put back where it was, by its own state"
+        return f"the first {samples:,} samples of the stream are read again and passed over"
 
     # -- stages ---------------------------------------------------------------------------------
 

@@ -7,16 +7,16 @@ cuts, moves, weights and reduces.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.optimizers import OptimizerSpec
 
 if TYPE_CHECKING:  # a course knows engines, which know tasks
-    from torsh_trainer.course import Course, Setting
+    from torsh_trainer.course import Course, Likened, Setting
 
 
 class Mean(NamedTuple):
@@ -131,6 +131,27 @@ class Task:
             TorshError: a knob of the run means nothing to this course.
         """
         raise NotImplementedError
+
+    instead_of: ClassVar[Mapping[str, str]] = {}
+    """What to do instead of a stage that only the trainer's own loop knows, by the stage's name."""
+
+    own_order = False
+    """Whether the samples of a step, and their number, are a course's own and other ones on another
+    number of processes."""
+
+    def likened(self, how: Likened) -> Task:
+        """This task, which brings a course, as ``verify`` trains it to compare runs.
+
+        It evaluates, saves and tells nothing, and goes on from nothing.
+
+        Raises:
+            TorshError: it cannot be compared in that way.
+        """
+        raise Unsupported(
+            f"{type(self).__name__} trains in a loop of its own, and does not say how to compare "
+            "two runs of it",
+            fix="define likened(self, how) in it: see torsh_trainer.task.Task",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The task's own state for a checkpoint: tensors, numbers, strings; no code."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torsh_trainer import CheckpointOptions, Loading, Trainer
 from torsh_trainer.callbacks.base import Callback, EvaluationReport, StepReport
 from torsh_trainer.callbacks.jsonl import Jsonl
 from torsh_trainer.checkpoint.rng import rng_state
-from torsh_trainer.course import Course, OwnLoop, Parts, Position, Setting
+from torsh_trainer.course import Course, Likened, OwnLoop, Parts, Position, Setting
 from torsh_trainer.coursed import CoursedRank, rank_class
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.optimizers import OptimizerSpec
@@ -145,12 +146,24 @@ def test_it_goes_on_from_its_checkpoint(tmp_path):
     assert resumed.content["train_loss"] == whole.content["train_loss"]
 
 
+def test_what_it_would_take_from_a_checkpoint_is_told_without_running_it(tmp_path):
+    run(tmp_path, max_steps=2)
+    trainer = Trainer(task=Descent(), strategy="single", max_steps=5, run_dir=tmp_path)
+    told = preview(trainer, World(), run_dir=tmp_path)
+    assert not told.refused
+    assert "step 2 of 5" in told.text
+    assert "main: SGD of 1 parameters" in told.text
+    assert "samples of the stream" not in told.text
+    over = preview(replace(trainer, max_steps=2), World(), run_dir=tmp_path)
+    assert "raise trainer.max_steps" in over.text
+
+
 def test_what_only_the_trainers_own_loop_can_do_is_refused_by_name(tmp_path):
-    with pytest.raises(Unsupported, match="find_lr"):
+    with pytest.raises(Unsupported, match="find_lr") as refused:
         run(tmp_path, stages=("find_lr", "fit"))
-    trainer = Trainer(task=Descent(), strategy="single", max_steps=1)
-    with pytest.raises(Unsupported, match="look ahead"):
-        preview(trainer, World(), run_dir=tmp_path)
+    assert refused.value.fix == "leave it out"
+    with pytest.raises(Unsupported, match="how to compare two runs"):
+        Descent().likened(Likened(2))
 
 
 def test_a_task_without_a_course_has_an_ordinary_rank():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torsh_trainer import environments
 from torsh_trainer.assemble.plan import (
@@ -73,6 +73,9 @@ class Order:
     import_paths: tuple[str, ...]
 
 
+Ordered = TypeVar("Ordered", bound=Order)
+
+
 def run(
     config: dict[str, Any],
     *,
@@ -92,7 +95,7 @@ def run(
 
 
 def launched(
-    entry: Callable[[World, Order], dict[str, Any]], order: Order, env: Mapping[str, str]
+    entry: Callable[[World, Ordered], dict[str, Any]], order: Ordered, env: Mapping[str, str]
 ) -> dict[str, Any]:
     """What ``entry`` gives on rank 0, called in the processes that the launcher starts."""
     _check_names(order.config)
@@ -232,6 +235,22 @@ def _check_parts(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{name_of(target)} needs {part}, and none is chosen", fix=f"add {part}=NAME"
             )
+
+
+def own_loop(config: Mapping[str, Any]) -> Task | None:
+    """The task of a configuration, where it brings its own loop; None for any other.
+
+    Raises:
+        ConfigError: nothing says what to train, or the task's arguments do not fit.
+    """
+    from torsh_trainer.task import Task  # torch loads here: see work
+
+    source, _ = planned_data(config)
+    planned = _PlannedTask.of(config, source)
+    kind = planned.task.factory
+    if not isinstance(kind, type) or getattr(kind, "course", Task.course) is Task.course:
+        return None
+    return planned.build()
 
 
 def planned_data(config: Mapping[str, Any]) -> tuple[Plan | None, Plan]:

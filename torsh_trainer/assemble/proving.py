@@ -10,23 +10,24 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.assemble import Order, import_from, launched
+from torsh_trainer.assemble import import_from, launched, own_loop
 from torsh_trainer.assemble.plan import plan
 from torsh_trainer.assemble.verifying import (
     InWords,
+    WatchedOrder,
     batch_of,
     check_alone,
     home_of,
     settled,
     watched,
 )
-from torsh_trainer.errors import ResourceError
+from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate.engines import Asked, Work, work_of
 from torsh_trainer.translate.plan import EXIT_REFUSED
 from torsh_trainer.translate.plan import Plan as Translation
 from torsh_trainer.verify import page, proof, running, written
 from torsh_trainer.verify.options import Entry, VerifyOptions
-from torsh_trainer.verify.running import Config, Verdict
+from torsh_trainer.verify.running import Config, Verdict, on_rung
 
 Compose = Callable[[Mapping[str, str], Mapping[str, Any]], Config]
 """The resolved configuration with these options of groups and these values in it."""
@@ -80,9 +81,11 @@ def prove(
     trial = _Trial(work, translation, compose, builtin=recipe is None)
     home = home_of(trial.options)
 
-    def run(config: Config, run_dir: Path) -> None:
+    def run(config: Config, run_dir: Path, rung: str) -> None:
+        laid = on_rung(config, rung, trial.options)
         try:
-            _apart(Order(config, run_dir, (), tuple(import_paths)), env, trial.ranks)
+            order = WatchedOrder(laid, run_dir, (), tuple(import_paths))
+            _apart(order, env, trial.ranks)
         except Exception as error:  # its failure is a row of the table
             raise in_words(error) from error
 
@@ -111,7 +114,7 @@ def _check_installed(engine: str) -> None:
         )
 
 
-def _apart(order: Order, env: Mapping[str, str], ranks: int) -> None:
+def _apart(order: WatchedOrder, env: Mapping[str, str], ranks: int) -> None:
     """Runs in processes of its own: an engine may keep its group while the process lives."""
     if ranks > 1:
         launched(watched, order, env)
@@ -142,6 +145,12 @@ class _Trial:
         if builtin:
             values = {k: v for k, v in values.items() if not k.startswith("data.")}
             values.pop("trainer.accumulate", None)
+        elif own_loop(compose({}, {})) is not None:
+            raise ConfigError(
+                "verify --source trains both sides in the trainer's loop, and this task brings its "
+                "own",
+                fix="leave the task out, to try the translation on the built-in model",
+            )
         config = compose(choices, values)
         self.options = self._options(config.pop("verify"), translation, choices)
         if builtin:

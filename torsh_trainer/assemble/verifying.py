@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torsh_trainer import environments, registry
-from torsh_trainer.assemble import Order, import_from, launched, planned_data, trainer_of
+from torsh_trainer.assemble import (
+    Order,
+    import_from,
+    launched,
+    own_loop,
+    planned_data,
+    trainer_of,
+)
 from torsh_trainer.assemble.plan import plan
+from torsh_trainer.course import Likened
 from torsh_trainer.data.arithmetic import batch_numbers
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.launchers.hardware import accelerators
 from torsh_trainer.rundir import fresh_name
 from torsh_trainer.verify import page, running, table, written
 from torsh_trainer.verify.options import Entry, VerifyOptions
-from torsh_trainer.verify.running import Config, Verdict
+from torsh_trainer.verify.running import Config, Outcome, Verdict, on_rung
+from torsh_trainer.verify.table import processes_words
 from torsh_trainer.world import World
+
+if TYPE_CHECKING:  # torch loads where a run is watched
+    from torsh_trainer.task import Task
 
 Compose = Callable[[str, Mapping[str, Any]], Config]
 """The resolved configuration under a strategy and its knobs."""
+Launch = Callable[[Callable[[World, Any], dict[str, Any]], Any, Mapping[str, str]], object]
+"""Calls an entry with an order in the processes of a run."""
 InWords = Callable[[Exception], TorshError]
 """Any failure as one that speaks to the user."""
 
@@ -33,8 +47,11 @@ def verify(
     env: Mapping[str, str],
     import_paths: Sequence[str],
     in_words: InWords,
+    launch: Launch = launched,
 ) -> int:
     """Trains and compares what ``node``, the group ``verify``, names; returns the exit code.
+
+    ``launch`` starts the processes of a run.
 
     Raises:
         ConfigError: the configuration cannot be honoured, before anything has run.
@@ -46,25 +63,39 @@ def verify(
     composed = {entry.label: compose(entry.strategy, entry.knobs) for entry in options.entries}
     sizes = {label: processes_of(config, env) for label, config in composed.items()}
     reference = composed[options.reference.label]
-    batch = batch_of(reference, ranks=max(sizes.values()))
+    most = max(sizes.values())
+    own = own_loop(reference)
+    if own is not None and own.own_order:
+        check_shares(sizes, most)
+    batch = {} if own is not None else batch_of(reference, ranks=most)
     home = home_of(options)
 
-    def run(config: Config, run_dir: Path) -> None:
+    def run(config: Config, run_dir: Path, rung: str) -> None:
+        likened = None
+        if own is not None:
+            likened = Likened(most, options.sgd_lr if rung == "sgd" else None)
+        laid = on_rung(config, rung, options, own_optimizer=own is not None)
+        order = WatchedOrder(laid, run_dir, (), tuple(import_paths), likened)
         try:
-            launched(watched, Order(config, run_dir, (), tuple(import_paths)), env)
+            launch(watched, order, env)
         except Exception as error:  # one strategy's failure is a row among others
             raise in_words(error) from error
 
     def planned(entry: Entry) -> tuple[Config, int]:
         size = sizes[entry.label]
-        return settled(composed[entry.label], options, batch, size), size
+        shares = None
+        if own is not None:
+            shares = most // size if own.own_order else 1
+        return settled(composed[entry.label], options, batch, size, shares=shares), size
 
+    outcomes = running.verify(options, planned, home, run=run)
     verdict = Verdict(
         recipe=recipe,
         options=options,
-        batch=batch,
+        batch=batch or batch_seen(outcomes),
         precision=reference.get("precision") or {},
-        outcomes=running.verify(options, planned, home, run=run),
+        outcomes=outcomes,
+        order="" if own is None else _order_words(own, sizes, most),
     )
     print(table.text_of(verdict))
     for path in (written.write(verdict, home), page.write(verdict, home)):
@@ -87,7 +118,14 @@ def check_alone(env: Mapping[str, str]) -> None:
         )
 
 
-def watched(world: World, order: Order) -> dict[str, Any]:
+@dataclass(frozen=True)
+class WatchedOrder(Order):
+    """An order whose run a witness writes down; ``likened`` is for a task with its own loop."""
+
+    likened: Likened | None = None
+
+
+def watched(world: World, order: WatchedOrder) -> dict[str, Any]:
     """One process of a run that a witness writes down, step by step."""
     # torch loads here, in the processes that train.
     from torsh_trainer.trainer import run_in
@@ -95,6 +133,8 @@ def watched(world: World, order: Order) -> dict[str, Any]:
 
     import_from(order.import_paths)
     trainer, witness = trainer_of(order), Witness()
+    if order.likened is not None:
+        trainer = replace(trainer, task=trainer.task.likened(order.likened))
     strategy = trainer.strategy
     if isinstance(strategy, str):
         strategy = registry.strategy_class(strategy)()
@@ -140,10 +180,53 @@ def batch_of(config: Config, *, ranks: int) -> dict[str, int]:
     return {"batch_size": batch, "micro_batch_size": micro}
 
 
+def check_shares(sizes: Mapping[str, int], most: int) -> None:
+    """Makes sure that the batches of ``most`` processes can be dealt out to each of ``sizes``.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    for label, size in sizes.items():
+        if most % size:
+            raise ConfigError(
+                f"{label} runs on {size} processes, which cannot share the batches of {most}: the "
+                "order of samples is the task's own, and follows the number of processes",
+                fix=f"give it launcher.num_processes={most}, or a divisor",
+            )
+
+
+def batch_seen(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """The batch of runs that say it themselves, as the reference saw it in its first step."""
+    reference = next(one for one in outcomes if one.status == "reference")
+    size = int(reference.rows[1]["samples"])
+    cut = reference.facts["world_size"] * reference.facts["accumulate"]
+    return {"batch_size": size, "micro_batch_size": size // cut}
+
+
+def _order_words(own: Task, sizes: Mapping[str, int], most: int) -> str:
+    if not own.own_order:
+        return "samples in the task's own order, which is the same on any number of processes"
+    words = f"samples in the task's own order, which is that of {processes_words(most)}"
+    fewer = sorted({size for size in sizes.values() if size < most})
+    if not fewer:
+        return words
+    return f"{words}; {' or '.join(map(str, fewer))} took the batches of all of them in turn"
+
+
 def settled(
-    config: Config, options: VerifyOptions, batch: Mapping[str, int], processes: int
+    config: Config,
+    options: VerifyOptions,
+    batch: Mapping[str, int],
+    processes: int,
+    *,
+    shares: int | None = None,
 ) -> Config:
-    """``config`` for a run that is compared: its length, its batch, nothing written or measured."""
+    """``config`` for a run that is compared: its length, its batch, nothing written or measured.
+
+    ``shares`` is for a task with a loop of its own, which says its batch itself: of how many
+    processes each takes the batches, one after another, within a step.
+    """
+    accumulate = (config.get("trainer") or {}).get("accumulate")
     logger = config.get("logger") or {}
     checkpoint = {"every_steps": None, "every_epochs": None, "at_end": False, "resume": "never"}
     launcher = dict(config.get("launcher") or {})
@@ -157,7 +240,7 @@ def settled(
             "max_steps": options.steps,
             "max_epochs": None,
             "max_time": None,
-            "accumulate": None,
+            "accumulate": None if shares is None else shares * (accumulate or 1),
             "log_every": 1,
             "eval_every": None,
             "eval_every_epochs": None,

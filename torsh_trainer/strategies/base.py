@@ -237,10 +237,11 @@ class Engine(abc.ABC):
         """
         yield self.module
 
-    def clip_one(self, name: str, clip: Clip) -> Tensor | None:
+    def clip_one(self, name: str, clip: Clip, *, measure_norm: bool = False) -> Tensor | None:
         """Manual optimization: clips now what ``step_one`` of that optimizer will apply.
 
-        Gives the norm before it, where there is a bound for it and the engine knows it by now.
+        Gives the norm before it, where there is a bound for it or ``measure_norm`` asks, and the
+        engine knows it by now.
 
         Raises:
             Unsupported: gradients cannot be clipped apart from a step.
@@ -251,8 +252,13 @@ class Engine(abc.ABC):
         )
 
     @abc.abstractmethod
-    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
-        """Manual optimization: steps the optimizer called ``name`` alone."""
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
+        """Manual optimization: steps the optimizer called ``name`` alone.
+
+        The norm is that of its gradients; after ``clip_one`` what that has found.
+        """
 
     @abc.abstractmethod
     def evaluate(

@@ -200,10 +200,12 @@ class BuiltInEngine(NativeEngine):
         finally:
             self._reducer.factor = 1.0
 
-    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
         if self._common is not None:
             self.comm.barrier()  # a task may still read parameters after its backward
-        return super().step_one(name, clip)
+        return super().step_one(name, clip, measure_norm=measure_norm)
 
     @contextlib.contextmanager
     def _evaluating(self, *, averaged: bool) -> Iterator[None]:

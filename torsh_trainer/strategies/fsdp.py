@@ -235,10 +235,12 @@ class FSDPEngine(NativeEngine):
         if self._knobs.zero_unused and sync:
             self._zero_unused()
 
-    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
         # FSDP2 settles once which parameters have gradients: one freed later would get none.
         self._refuse_freed(name, self._knobs.name)
-        return super().step_one(name, clip)
+        return super().step_one(name, clip, measure_norm=measure_norm)
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:

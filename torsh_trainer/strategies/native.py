@@ -243,7 +243,7 @@ class NativeEngine(Engine):
         self._share_buffers()
         yield self.eval_module
 
-    def clip_one(self, name: str, clip: Clip) -> Tensor | None:
+    def clip_one(self, name: str, clip: Clip, *, measure_norm: bool = False) -> Tensor | None:
         before = self._clipped.get(name)
         if before is not None and before.skipped:
             return before.grad_norm
@@ -251,14 +251,16 @@ class NativeEngine(Engine):
         outcome = self._clipped[name] = self._unscale_and_clip(
             [p for group in groups for p in group["params"]],
             clip,
-            measure_norm=False,
+            measure_norm=measure_norm,
             scaled=before is None,
         )
         return outcome.grad_norm
 
-    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
         if name not in self._clipped or clip != Clip():
-            self.clip_one(name, clip)
+            self.clip_one(name, clip, measure_norm=measure_norm)
         outcome = self._clipped.pop(name)
         if not outcome.skipped:
             self.optimizers[name].step()

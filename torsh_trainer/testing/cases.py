@@ -128,7 +128,8 @@ def manual(comm: Communicator, strategy: Strategy, scenario: Scenario) -> dict[s
     for micro in before:
         engine.backward(task.loss(task.forward(module, micro.batch), micro.batch), sync=False)
     engine.backward(task.loss(task.forward(module, last.batch), last.batch))
-    engine.step_one(list(engine.optimizers)[-1])
+    done = engine.step_one(list(engine.optimizers)[-1], measure_norm=True)
+    assert done.grad_norm is not None, "measure_norm=True and no norm came back"
     third = driver.micro_batches(1)[0]
     engine.zero_grad()
     engine.backward(task.loss(task.forward(module, third.batch), third.batch))

@@ -59,6 +59,7 @@ def page_of(verdict: Verdict, *, now: datetime) -> str:
             f"<h2>{escape(rung)}: {escape(RUNG_WORDS[rung])}</h2>",
             _table(rung, outcomes),
             f'<p class="soft">{escape(bound_words(verdict, rung))}</p>',
+            f'<p class="soft">{escape(verdict.order)}</p>' if verdict.order else "",
             *(f"<p>{escape(sentence_of(o))}</p>" for o in outcomes if sentence_of(o)),
             cards(_charts(verdict, rung, outcomes), ["step"]),
         ]

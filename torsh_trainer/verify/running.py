@@ -17,8 +17,8 @@ from torsh_trainer.verify.suspects import Suspect, suspect_of
 
 Status = Literal["reference", "agrees", "apart", "refused", "missing", "failed"]
 Config = dict[str, Any]
-Run = Callable[[Config, Path], None]
-"""Runs a resolved configuration in a directory, watched by a witness."""
+Run = Callable[[Config, Path, str], None]
+"""Runs a resolved configuration in a directory, on a rung, watched by a witness."""
 Planned = Callable[[Entry], tuple[Config, int]]
 """The configuration of an entry, and on how many processes it is trained."""
 
@@ -60,18 +60,24 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All outcomes of a verification, rung by rung, each in the order of the list."""
+    """All outcomes of a verification, rung by rung, each in the order of the list.
+
+    ``order`` says whose the order of samples is, where the task brings one of its own.
+    """
 
     recipe: str
     options: VerifyOptions
     batch: Mapping[str, int]
     precision: Mapping[str, Any]
     outcomes: tuple[Outcome, ...]
+    order: str = ""
 
     @property
     def batch_words(self) -> str:
         """``64 samples, 32 in a micro-batch``."""
         size, micro = self.batch["batch_size"], self.batch["micro_batch_size"]
+        if not size:
+            return "samples that nobody counts"
         return f"{size} samples, {micro} in a micro-batch"
 
     @property
@@ -96,12 +102,15 @@ def default_bound(precision: Mapping[str, Any]) -> float:
     return _BF16 if "bf16" in used else _FP16 if "fp16" in used else _FP32
 
 
-def on_rung(config: Config, rung: str, options: VerifyOptions) -> Config:
-    """``config`` as it is trained on ``rung``."""
+def on_rung(
+    config: Config, rung: str, options: VerifyOptions, *, own_optimizer: bool = False
+) -> Config:
+    """``config`` as it is trained on ``rung``; ``own_optimizer`` leaves that to the task."""
     config = copy.deepcopy(config)
     if rung == "sgd":
-        config["optimizer"] = {"_target_": "torch.optim.SGD", "lr": options.sgd_lr}
-        config["schedule"] = None
+        if not own_optimizer:
+            config["optimizer"] = {"_target_": "torch.optim.SGD", "lr": options.sgd_lr}
+            config["schedule"] = None
         config["trainer"] |= {"max_grad_norm": None, "max_grad_value": None, "ema_decay": None}
         if "sgd_lr" in (config.get("strategy") or {}):  # an engine that brings its own optimizer
             config["strategy"] |= {"sgd_lr": options.sgd_lr}
@@ -134,7 +143,7 @@ def _rung(
         run_dir = home / rung / entry.folder
         many = f"{processes} processes" if processes > 1 else "1 process"
         print(f"{rung}: {entry.label}, {many}", file=sys.stderr, flush=True)
-        run(on_rung(config, rung, options), run_dir)
+        run(config, run_dir, rung)
         record = Record(run_dir)
         return Outcome(
             rung, entry, "reference", run_dir, processes, facts=record.facts, rows=record.rows

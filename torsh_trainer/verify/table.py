@@ -65,7 +65,8 @@ def _block(verdict: Verdict, rung: str) -> str:
     head = f"{rung}: {RUNG_WORDS[rung]}, {verdict.options.steps} steps of {verdict.batch_words}"
     told = filter(None, map(sentence_of, outcomes))
     sentences = [fill(text, WIDTH, subsequent_indent="  ") for text in told]
-    return "\n".join([head, *_aligned(rows), bound_words(verdict, rung), *sentences])
+    order = [verdict.order] if verdict.order else []
+    return "\n".join([head, *_aligned(rows), bound_words(verdict, rung), *order, *sentences])
 
 
 def _row(outcome: Outcome) -> list[str]:

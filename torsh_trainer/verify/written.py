@@ -53,6 +53,7 @@ def content_of(verdict: Verdict, home: Path) -> dict[str, Any]:
         "reference": options.reference.label,
         "precision": verdict.precision,
         **verdict.batch,
+        **({"order": verdict.order} if verdict.order else {}),
         "rungs": [_rung(verdict, rung, home) for rung in options.ladder],
     }
 

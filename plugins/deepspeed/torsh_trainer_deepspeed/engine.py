@@ -149,12 +149,14 @@ class DeepSpeedEngine(NativeEngine):
                 self._refuse_unused()
             self._used.clear()
 
-    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
         assert name in self.optimizers
         ahead, self._clip_ahead = self._clip_ahead, Clip()
-        return self.step(ahead if clip == Clip() else clip)
+        return self.step(ahead if clip == Clip() else clip, measure_norm=measure_norm)
 
-    def clip_one(self, name: str, clip: Clip) -> Tensor | None:
+    def clip_one(self, name: str, clip: Clip, *, measure_norm: bool = False) -> Tensor | None:
         if clip.value is not None and not self.clips_values:
             raise _no_value_clipping()
         self._clip_ahead = clip  # gradients are DeepSpeed's until it steps

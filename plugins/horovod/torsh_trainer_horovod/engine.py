@@ -137,9 +137,11 @@ class HorovodEngine(NativeEngine):
         if sync:
             self._finish()
 
-    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
         with self._reduced():
-            return super().step_one(name, clip)
+            return super().step_one(name, clip, measure_norm=measure_norm)
 
     def state_template(self) -> dict[str, Any]:
         with self._reduced():  # the step that makes slots exist has nothing to reduce

@@ -11,7 +11,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torsh_trainer_lightning.task import LightningTask
@@ -20,7 +22,11 @@ from torsh_trainer import CheckpointOptions, Trainer
 from torsh_trainer.callbacks.base import Callback, StepReport
 from torsh_trainer.callbacks.jsonl import Jsonl
 from torsh_trainer.errors import Interrupted, TrainingError, Unsupported
+from torsh_trainer.preview import preview
 from torsh_trainer.schedule.shapes import Cosine
+from torsh_trainer.strategies.native import NativeEngine
+from torsh_trainer.task import DataSource
+from torsh_trainer.world import World
 
 
 class Draws(L.LightningModule):
@@ -54,7 +60,7 @@ class Draws(L.LightningModule):
 
 def run(folder: Path, task: LightningTask, **knobs: Any) -> Any:
     given = {"strategy": "single", "log_every": 1, "seed": 5, "max_epochs": 2, **knobs}
-    return Trainer(task=task, run_dir=folder, **given).fit()
+    return Trainer(task=task, run_dir=folder, **given).fit(*given.get("stages", ("fit",)))
 
 
 def rows(folder: Path, split: str = "train") -> list[dict[str, Any]]:
@@ -128,6 +134,163 @@ def test_a_run_with_more_epochs_goes_on_from_the_end_of_one(tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+class Net(L.LightningModule):
+    """No random numbers; ``hooked`` sends it Lightning's way around a step."""
+
+    def __init__(self, *, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.lr = 0.1
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(4, 2)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        rows = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+        return DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.second(self.first(batch)).square().mean()
+        if self.automatic_optimization:
+            return loss
+        self.zero_grad()
+        self.manual_backward(loss)
+        self.measure()
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+        return None
+
+    def measure(self) -> None:
+        """Before clipping, and before any step."""
+
+    def configure_optimizers(self) -> Any:
+        parts = [self] if self.automatic_optimization else [self.first, self.second]
+        made = [torch.optim.SGD(part.parameters(), lr=self.lr) for part in parts]
+        return made[0] if len(made) == 1 else made
+
+
+class Measured(Net):
+    """Notes the norm of its gradients by Lightning's own function, before they are clipped."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.automatic_optimization:
+            self.measure()
+
+    def measure(self) -> None:
+        self.norms.append(float(grad_norm(self, 2)["grad_2.0_norm_total"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "manual", "knobs"),
+    [
+        (Net, False, {}),
+        (Net, False, {"max_grad_norm": 0.01}),
+        (Net, False, {"max_grad_value": 0.01, "accumulate": 3}),
+        (Measured, False, {"max_grad_norm": 0.01}),
+        (Measured, False, {"max_grad_value": 0.01}),
+        (Net, True, {}),
+    ],
+    ids=["plain", "norm", "value", "hooked", "hooked-value", "manual"],
+)
+def test_the_norm_of_a_steps_gradients_is_that_of_lightning_before_clipping(
+    kind, manual, knobs, tmp_path
+):
+    ours, theirs = in_their_words(knobs)
+    L.seed_everything(5, verbose=False)
+    expected = Measured(manual=manual)
+    lightning_trainer(tmp_path, max_epochs=2, **theirs).fit(expected)
+    run(tmp_path, LightningTask(lambda: kind(manual=manual)), callbacks=[Jsonl()], **ours)
+    told = [row["grad_norm"] for row in rows(tmp_path)]
+    assert told == pytest.approx(expected.norms, rel=1e-6)
+    assert len(told) == (6 if "accumulate" in knobs else 16)
+
+
+def test_norms_are_measured_for_reports_alone(tmp_path, monkeypatch):
+    measured: list[Any] = []
+    norm = NativeEngine._norm
+    monkeypatch.setattr(NativeEngine, "_norm", lambda *args: measured.append(1) or norm(*args))
+    run(tmp_path, LightningTask(Net), callbacks=[Jsonl()], log_every=5, max_epochs=1)
+    assert [row["step"] for row in rows(tmp_path) if "grad_norm" in row] == [1, 5]
+    assert len(measured) == 2
+
+
+def test_a_finder_of_lightnings_leaves_no_trace_of_its_trials(tmp_path):
+    def finder() -> LearningRateFinder:
+        return LearningRateFinder(max_lr=0.1, num_training_steps=25)
+
+    L.seed_everything(5, verbose=False)
+    theirs = Losses()
+    expected = Net()
+    lightning_trainer(tmp_path, max_epochs=4, callbacks=[finder(), theirs]).fit(expected)
+    task = LightningTask(Net, callbacks=[finder()])
+    result = run(tmp_path, task, callbacks=[Jsonl()], max_epochs=4)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 33))
+    assert [row["loss"] for row in rows(tmp_path)] == theirs.seen
+    assert rows(tmp_path)[0]["lr"] == expected.lr != 0.1
+    assert result.content["samples"] == 64
+
+
+class Losses(L.Callback):
+    """Notes the loss of each batch, but those of a finder, which puts callbacks aside."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def lightning_trainer(folder: Path, **flags: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        **{**quiet, **flags},
+    )
+
+
+def in_their_words(knobs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Knobs of a run, and the same as flags of lightning.Trainer."""
+    flags: dict[str, Any] = {"accumulate_grad_batches": knobs.get("accumulate", 1)}
+    for how in ("norm", "value"):
+        if f"max_grad_{how}" in knobs:
+            flags |= {
+                "gradient_clip_val": knobs[f"max_grad_{how}"],
+                "gradient_clip_algorithm": how,
+            }
+    return knobs, flags
+
+
+def test_what_a_run_would_take_from_a_checkpoint_is_told_without_running_it(tmp_path):
+    def trainer(**knobs: Any) -> Trainer:
+        given = {"strategy": "single", "seed": 5, "max_epochs": 2, "run_dir": tmp_path, **knobs}
+        return Trainer(task=LightningTask(Draws), **given)
+
+    trainer(checkpoint=CheckpointOptions(every_steps=8)).fit()
+    told = preview(trainer(), World(), run_dir=tmp_path)
+    assert not told.refused
+    assert "epoch 2 begins" in told.text
+    assert "StepLR" in told.text
+    assert "reached trainer.max_epochs=2" in told.text
+    middle = CheckpointOptions(resume=str(tmp_path / "checkpoints" / "step-00000008"))
+    told = preview(trainer(checkpoint=middle), World(), run_dir=tmp_path)
+    assert "epoch 1 goes on after 2 batches of each process" in told.text
+    assert "Nothing is known that would make it differ" in told.text
+    two = World(size=2, local_size=2)
+    told = preview(trainer(checkpoint=middle, strategy="ddp"), two, run_dir=tmp_path)
+    assert told.refused
+    assert "middle of an epoch of 1 process, and these are 2" in told.text
+    told = preview(trainer(strategy="ddp", max_epochs=3), two, run_dir=tmp_path)
+    assert not told.refused
+    assert "follow the processes: they were 1 and are 2" in told.text
+    own = CheckpointOptions(resume="some.ckpt")
+    assert "task's own to read" in preview(trainer(checkpoint=own), World(), run_dir=tmp_path).text
+
+
 def test_a_callback_of_ours_ends_training(tmp_path):
     result = run(tmp_path, LightningTask(Draws), callbacks=[Stops(4, lambda: True)])
     assert result.content["steps"] == 4
@@ -169,6 +332,8 @@ REFUSED = {
     "compile": ({"compile": True}, "configure_model"),
     "eval_every": ({"eval_every": 5}, "task.val_check_interval"),
     "max_grad_value": ({"max_grad_norm": 1.0, "max_grad_value": 1.0}, "give one"),
+    "find_lr": ({"stages": ("find_lr", "fit")}, "callbacks.LearningRateFinder"),
+    "find_batch_size": ({"stages": ("find_batch_size",)}, "callbacks.BatchSizeFinder"),
 }
 
 
@@ -178,3 +343,13 @@ def test_a_knob_that_means_nothing_to_a_module_is_refused_by_name(knob, tmp_path
     with pytest.raises(Unsupported, match=knob) as refused:
         run(tmp_path, LightningTask(Draws), **knobs)
     assert fix in refused.value.fix
+
+
+def test_a_data_group_is_refused(tmp_path):
+    class Digits(DataSource):
+        """What the group would choose."""
+
+    task = LightningTask(Draws)
+    task.data = Digits()  # as the command line gives it
+    with pytest.raises(Unsupported, match="the group data"):
+        run(tmp_path, task)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -34,6 +35,15 @@ class Configured:
     def by_name(self) -> dict[str, Optimizer]:
         """``main`` where there is one, else ``optimizer_0``, ``optimizer_1``, ..."""
         return dict(zip(optimizer_names(len(self.optimizers)), self.optimizers, strict=True))
+
+    def plain(self, lr: float, *, manual: bool) -> Configured:
+        """The same parameters under plain SGD at a constant rate.
+
+        ``manual`` keeps the schedulers, which a module then steps itself: they change no rate.
+        """
+        groups = [[{"params": g["params"]} for g in one.param_groups] for one in self.optimizers]
+        optimizers = tuple(torch.optim.SGD(each, lr=lr) for each in groups)
+        return Configured(optimizers, self.schedulers if manual else ())
 
     def name_of(self, optimizer: Optimizer) -> str:
         """What an engine calls an optimizer, or the LightningOptimizer around it.

@@ -26,11 +26,22 @@ from torch.optim import Optimizer
 
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.precision import LossScaling, Precision
-from torsh_trainer.strategies.base import Clip
+from torsh_trainer.strategies.base import Clip, StepOutcome
 from torsh_trainer.strategies.native import DTYPES
 
 if TYPE_CHECKING:  # the strategy makes its plugin
     from torsh_trainer_lightning.strategy import EngineStrategy
+
+
+class StepWatcher:
+    """Whom a strategy tells of the steps of its optimizers; this one does not listen."""
+
+    def before_step(self) -> bool:
+        """The next step of an optimizer is about to be made: whether its norm is wanted."""
+        return False
+
+    def after_step(self, name: str, outcome: StepOutcome) -> None:
+        """The optimizer called ``name`` has stepped."""
 
 
 class EnginePrecision(LightningPrecision):
@@ -119,7 +130,9 @@ class EnginePrecision(LightningPrecision):
             strategy.engine.clip_one(name, Clip())  # hooks see gradients without the scale
         self._after_closure(model, optimizer)
         if not nothing or (strategy.engine.whole_optimizers and not self.knobs.scales_loss):
-            strategy.engine.step_one(name)
+            watcher = strategy.watcher
+            outcome = strategy.engine.step_one(name, measure_norm=watcher.before_step())
+            watcher.after_step(name, outcome)
             optimizer._opt_called = True  # what a scheduler looks for
         return result
 
@@ -133,7 +146,12 @@ class EnginePrecision(LightningPrecision):
         if clip_val > 0:
             by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
             clip = Clip(norm=float(clip_val)) if by_norm else Clip(value=float(clip_val))
-            self._strategy.engine.clip_one(self._strategy.configured.name_of(optimizer), clip)
+            strategy = self._strategy
+            strategy.engine.clip_one(
+                strategy.configured.name_of(optimizer),
+                clip,
+                measure_norm=strategy.watcher.before_step(),
+            )
 
     # -- checkpoints: the loss scale where Lightning has it ---------------------------------------
 

@@ -39,7 +39,12 @@ from torsh_trainer_lightning.adapter import (
 )
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
 from torsh_trainer_lightning.environment import WorldEnvironment, outside
-from torsh_trainer_lightning.precision import EnginePrecision, asked_of, wants_closure
+from torsh_trainer_lightning.precision import (
+    EnginePrecision,
+    StepWatcher,
+    asked_of,
+    wants_closure,
+)
 from torsh_trainer_lightning.processes import Processes, chosen, no_grad
 from torsh_trainer_lightning.state import Held, is_apart
 from torsh_trainer_lightning.translated import Translation, of_deepspeed, of_horovod
@@ -68,6 +73,8 @@ class EngineStrategy(Processes, ParallelStrategy):
         self.configured = Configured()
         self.syncs = True
         """Whether a backward communicates."""
+        self.watcher = StepWatcher()
+        """Who is told of the steps of optimizers."""
         self._engine: Engine | None = None
         super().__init__(
             accelerator=accelerator,

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
-from torsh_trainer.course import Setting
+from torsh_trainer.course import Likened, Setting
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.optimizers import OptimizerSpec
@@ -29,6 +31,7 @@ from torsh_trainer.task import DataSource, Task
 from torsh_trainer_lightning.checks import check
 from torsh_trainer_lightning.loop.course import LightningCourse
 from torsh_trainer_lightning.loop.facade import Facade
+from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.stages import Stages
 from torsh_trainer_lightning.strategy import EngineStrategy
 
@@ -48,6 +51,12 @@ class LightningTask(Task):
 
     data = DataSource()
     unit = "samples"
+    instead_of: ClassVar[Mapping[str, str]] = {
+        "find_lr": "add +task.callbacks.find_lr._target_="
+        "lightning.pytorch.callbacks.LearningRateFinder",
+        "find_batch_size": "add +task.callbacks.find_batch_size._target_="
+        "lightning.pytorch.callbacks.BatchSizeFinder",
+    }
 
     def __init__(
         self,
@@ -101,9 +110,26 @@ class LightningTask(Task):
             "profiler": profiler,
             "enable_autolog_hparams": enable_autolog_hparams,
         }
+        self._likened: Likened | None = None
         self._course: LightningCourse | None = None
 
     # -- the contract of a task -----------------------------------------------------------------
+
+    @property
+    def own_order(self) -> bool:  # type: ignore[override]
+        return self.order == "lightning"
+
+    def likened(self, how: Likened) -> LightningTask:
+        task = copy.copy(self)
+        task._likened = how
+        # As under fast_dev_run; a logger stays, for callbacks that ask for one.
+        task.callbacks = [c for c in self.callbacks if not isinstance(c, _NOT_TRAINING)]
+        task.loggers = [DummyLogger()] if self.loggers else []
+        task.ckpt_path = None
+        task._limits = {**self._limits, "val": 0}
+        task._least = dict.fromkeys(self._least)
+        task._val_check_interval = None
+        return task
 
     def course(self, setting: Setting) -> LightningCourse:
         trainer = setting.trainer
@@ -121,6 +147,7 @@ class LightningTask(Task):
                 callbacks=list(self.callbacks),
                 logger=list(self.loggers) or False,
                 default_root_dir=str(setting.run_dir / "lightning"),
+                shares=self._shares(setting, manual=not module.automatic_optimization),
                 **self._facade_flags(trainer, manual=not module.automatic_optimization),
             )
         resume = trainer.checkpoint.resume
@@ -138,8 +165,27 @@ class LightningTask(Task):
             stages,
             clip=Clip(trainer.max_grad_norm, trainer.max_grad_value),
             manual=not module.automatic_optimization,
+            own_order=self.own_order,
+            sgd_lr=None if self._likened is None else self._likened.sgd_lr,
         )
         return self._course
+
+    def _shares(self, setting: Setting, *, manual: bool) -> Shares | None:
+        """The shares of several processes, where this one stands for them."""
+        mesh = setting.mesh
+        if self._likened is None or not self.own_order or self._likened.processes == mesh.dp:
+            return None
+        if manual:
+            raise Unsupported(
+                "under manual optimization one process cannot take the batches of "
+                f"{self._likened.processes} in turn: the module steps after each",
+                fix="compare strategies of as many processes: leave single out, say",
+            )
+        each = self._likened.processes // mesh.dp
+        first = mesh.dp_rank * each
+        return Shares(
+            range(first, first + each), self._likened.processes, device=setting.comm.device
+        )
 
     def build_model(self) -> nn.Module:
         assert self._course is not None
@@ -217,6 +263,7 @@ class LightningTask(Task):
                 paced,
                 "the module's configure_optimizers says it: write schedule=constant",
             ),
+            "the group data": (type(self.data) is not DataSource, _LOADERS),
             ", ".join(loading): (bool(loading), _LOADERS),
             f"trainer.ema_decay={trainer.ema_decay}": (
                 trainer.ema_decay is not None,
@@ -240,10 +287,9 @@ class LightningTask(Task):
                 raise Unsupported(f"task=lightning cannot honour {option}", fix=fix)
 
 
-_LOADERS = (
-    "the module's loaders say it: set it there, by task.datamodule. (`verify` sets it, to compare "
-    "one global batch; a LightningModule's depends on the processes)"
-)
+_LOADERS = "the module's loaders say it: set it there, by task.datamodule"
+_NOT_TRAINING = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar)
+"""Callbacks of no use, or in the way, where runs are compared."""
 
 
 def _is_default(spec: OptimizerSpec) -> bool:

@@ -158,10 +158,12 @@ class ExampleEngine(Engine):
                 if parameter.grad is not None:
                     parameter.grad.div_(self._comm.world.size)
 
-    def step_one(self, name: str, clip: Clip = Clip()) -> StepOutcome:
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
         optimizer = self.optimizers[name]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = self._clip(parameters, clip, measure_norm=False)
+        norm = self._clip(parameters, clip, measure_norm=measure_norm)
         optimizer.step()
         return StepOutcome(norm, skipped=False)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torsh_trainer.course import Course, Parts, Setting
+from torsh_trainer.course import Course, Parts, Restored, Setting
+from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import BatchPlan, Clip
 from torsh_trainer_lightning.adapter import Configured, configured
-from torsh_trainer_lightning.loop.driver import LightningLoop
+from torsh_trainer_lightning.loop.driver import LightningLoop, check_processes, lightning_state
 from torsh_trainer_lightning.loop.stages import Stages
 
 
@@ -17,7 +18,16 @@ class LightningCourse(Course):
 
     sized = False
 
-    def __init__(self, setting: Setting, stages: Stages, *, clip: Clip, manual: bool) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        stages: Stages,
+        *,
+        clip: Clip,
+        manual: bool,
+        own_order: bool,
+        sgd_lr: float | None = None,
+    ) -> None:
         trainer = setting.trainer
         self.batch = BatchPlan(
             (trainer.accumulate or 1) * setting.mesh.dp, 1, trainer.accumulate or 1, setting.mesh.dp
@@ -30,6 +40,8 @@ class LightningCourse(Course):
         self._kind = f"{kind.__module__}.{kind.__qualname__}"
         self._comm = setting.comm
         self._clip = clip
+        self._own_order = own_order
+        self._sgd_lr = sgd_lr
         self._on_nonfinite = trainer.on_nonfinite
 
     def setup(self) -> Mapping[str, Any]:
@@ -41,11 +53,41 @@ class LightningCourse(Course):
     def goes_on(self) -> None:
         self.stages.without_ckpt()
 
+    def restored(self, saved: Mapping[str, Any], processes: int) -> Restored:
+        if "lightning" not in saved["task"]:
+            return Restored()
+        state = lightning_state(saved)
+        before = state["torsh_trainer"]["world_size"]
+        if not self._own_order:
+            return Restored(tuple(self._rows(state)))
+        try:
+            check_processes(state["torsh_trainer"], processes)
+        except ConfigError as error:
+            return Restored(refused=str(error))
+        inexact = (
+            f"Lightning's order of samples, and how many make a step, follow the processes: they "
+            f"were {before} and are {processes}"
+        )
+        return Restored(tuple(self._rows(state)), (inexact,) if before != processes else ())
+
+    def _rows(self, state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        batches = state["torsh_trainer"]["batches"]
+        whose = " of each process" if self._own_order else ""
+        after = f"goes on after {batches or 0:,} batches{whose}"
+        yield "data", f"epoch {state['epoch']} {'begins' if batches is None else after}"
+        schedulers = [type(one.scheduler).__name__ for one in self.configured.schedulers]
+        if schedulers:
+            yield "schedules", ", ".join(schedulers)
+        if state["callbacks"]:
+            yield "callbacks", f"of Lightning: {', '.join(state['callbacks'])}"
+
     def configure(self, module: Any) -> Configured:
         """What ``configure_optimizers`` gives, called once the engine holds the parameters."""
         if self.stages.trains:
             with self.stages.facade.guarded():
                 self.configured = configured(module)
+            if self._sgd_lr is not None:
+                self.configured = self.configured.plain(self._sgd_lr, manual=self.manual)
         self.stages.configured()
         return self.configured
 

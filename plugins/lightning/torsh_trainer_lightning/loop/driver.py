@@ -29,8 +29,9 @@ from torsh_trainer.course import OwnLoop, Parts, Position
 from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, TrainingError
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import Stop
-from torsh_trainer.strategies.base import Clip
+from torsh_trainer.strategies.base import Clip, StepOutcome
 from torsh_trainer.task import batch_size_of
+from torsh_trainer_lightning.loop.fit import Host
 from torsh_trainer_lightning.loop.kept import kept, restored
 from torsh_trainer_lightning.loop.stages import Stages
 
@@ -41,7 +42,7 @@ class StoppedError(Exception):
     """A signal ends training; what is due was saved."""
 
 
-class LightningLoop(OwnLoop):
+class LightningLoop(OwnLoop, Host):
     """Drives the facade through the stages of a run, and tells the run's callbacks."""
 
     def __init__(
@@ -74,6 +75,8 @@ class LightningLoop(OwnLoop):
         self._replay: dict[str, Any] | None = None
         self._go_from: Mapping[str, Any] | None = None
         self._draws: dict[str, Any] = {}
+        self._norms: dict[str, Tensor] = {}  # of the gradients of this batch, by optimizer
+        self._stepped_at: float | None = None  # the rate of this batch, where it is reported
         stages.facade.tell(self)
 
     # -- stages ---------------------------------------------------------------------------------
@@ -156,6 +159,21 @@ class LightningLoop(OwnLoop):
         with contextlib.suppress(ConfigError):
             self.position.samples += batch_size_of(batch) * self._comm.world.size
 
+    def before_step(self) -> bool:
+        due = self._is_due(self._batches + 1)
+        if due:
+            self._stepped_at = _rate(self._facade.optimizers)  # a scheduler may change it after
+        return due
+
+    def after_step(self, name: str, outcome: StepOutcome) -> None:
+        self.skipped += outcome.skipped
+        if outcome.grad_norm is not None:
+            self._norms[name] = outcome.grad_norm
+
+    def _is_due(self, stepped: int) -> bool:
+        """Whether a report is due after so many batches that stepped."""
+        return stepped % self._log_every == 0 or stepped == 1
+
     def after_batch(self, loss: Tensor | None) -> None:
         facade, position = self._facade, self.position
         epoch_loop = facade.fit_loop.epoch_loop
@@ -167,10 +185,11 @@ class LightningLoop(OwnLoop):
         self._reports = stepped
         position.step = epoch_loop.global_step
         position.updates = position.step - self.skipped
-        due = stepped % self._log_every == 0 or stepped == 1
+        due = self._is_due(stepped)
         wants_stop = False
         if due or self._listeners:
             wants_stop = self._tell(self._measured() if due else None)
+        self._norms.clear()
         evaluated, self._evaluated = self._evaluated, False
         if evaluated:
             self._evaluated_at = stepped
@@ -270,9 +289,11 @@ class LightningLoop(OwnLoop):
         taken = max(1, self._reports - steps)
         self._since = (now, position.samples, self._reports)
         self._logged_at = self._reports
+        rate, self._stepped_at = self._stepped_at, None
         metrics = {
             "loss": self._mean_loss(),
-            "lr": _rate(facade.optimizers),
+            "lr": _rate(facade.optimizers) if rate is None else rate,
+            **self._norm(),
             "samples_per_s": (position.samples - samples) / max(1e-9, now - then),
             "data_wait_s": self._waited / taken,
             "step_s": (now - then) / taken,
@@ -284,6 +305,12 @@ class LightningLoop(OwnLoop):
             connector.settle()
         logged = _numbers(connector._logged_metrics)
         return {**{k: v for k, v in logged.items() if k not in metrics}, **metrics}
+
+    def _norm(self) -> dict[str, float]:
+        """The norm of the gradients that this batch stepped by, over all optimizers together."""
+        if not self._norms:
+            return {}
+        return {"grad_norm": math.hypot(*map(float, self._norms.values()))}
 
     def _pause(self, seconds: float) -> None:
         """What was not training does not count in a report's times."""
@@ -441,7 +468,7 @@ class LightningLoop(OwnLoop):
         rank = f"rank_{self._comm.world.rank}"
         if "lightning" not in state["task"]:
             return
-        found = torch.load(io.BytesIO(state["task"]["lightning"]), weights_only=True)
+        found = lightning_state(state)
         self._pending = {
             "state": found,
             "draws": state["feed"].get(rank),
@@ -473,14 +500,31 @@ class LightningLoop(OwnLoop):
     def _go_on(self, own: Mapping[str, Any], pending: Mapping[str, Any]) -> None:
         """In the middle of an epoch, after as many batches, with the same ones to come."""
         frame = self._facade.fit_loop
-        if own["world_size"] != self._comm.world.size or pending["draws"] is None:
-            raise ConfigError(
-                f"the checkpoint lies in the middle of an epoch of {own['world_size']} processes, "
-                f"and these are {self._comm.world.size}: Lightning's order of samples follows it",
-                fix=f"go on with {own['world_size']} processes, or from the end of an epoch",
-            )
+        check_processes(own, self._comm.world.size)
         frame.goes_on = True
         self._replay = {**pending["draws"], "batches": own["batches"], "now": pending["rng"]}
+
+
+def lightning_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of ours, or its plain parts, holds of Lightning (see ``state``)."""
+    held: dict[str, Any] = torch.load(io.BytesIO(state["task"]["lightning"]), weights_only=True)
+    return held
+
+
+def check_processes(own: Mapping[str, Any], processes: int) -> None:
+    """Makes sure that as many processes can go on from there; ``own`` is our part of that state.
+
+    Raises:
+        ConfigError: it lies in the middle of an epoch, of another number of them.
+    """
+    before = own["world_size"]
+    if own["batches"] is not None and before != processes:
+        many = f"{before} process{'es' * (before > 1)}"
+        raise ConfigError(
+            f"the checkpoint lies in the middle of an epoch of {many}, "
+            f"and these are {processes}: Lightning's order of samples follows it",
+            fix=f"go on with {many}, or from the end of an epoch",
+        )
 
 
 def _is_done(frame: Any) -> None:

@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import parsing
 
 from torsh_trainer_lightning.loop.connector import Connector
 from torsh_trainer_lightning.loop.fit import EpochLoop, FitLoop, Host
+from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.wording import worded
 
 STAGES = {
@@ -46,6 +47,7 @@ class Facade(Trainer):
         min_epochs: int | None,
         max_steps: int,
         min_steps: int | None,
+        shares: Shares | None = None,
         **flags: Any,
     ) -> None:
         super().__init__(
@@ -55,6 +57,9 @@ class Facade(Trainer):
             min_steps=min_steps,
             **flags,
         )
+        self._shares = shares
+        if shares is not None:
+            shares.put_into(self)
         self._logger_connector = Connector(self)
         frame = FitLoop(self, min_epochs=self.min_epochs, max_epochs=self.max_epochs)
         frame.epoch_loop = EpochLoop(self, min_steps=self.min_steps, max_steps=self.max_steps)
@@ -65,6 +70,18 @@ class Facade(Trainer):
         """Has the loops tell ``host`` of what they have done."""
         epochs: Any = self.fit_loop.epoch_loop
         self.fit_loop.host = epochs.host = epochs.val_loop.host = host
+        strategy: Any = self.strategy
+        strategy.watcher = host
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Within, the loops tell nobody: what is trained is taken back."""
+        host = self.fit_loop.host
+        self.tell(host.of_a_trial())
+        try:
+            yield
+        finally:
+            self.tell(host)
 
     def begin(
         self,
@@ -98,7 +115,7 @@ class Facade(Trainer):
         self._callback_connector._attach_model_logging_functions()
         _verify_loop_configurations(self)
         self.strategy.setup_environment()
-        if self.world_size > 1:
+        if self.world_size > 1 or self._shares is not None:
             reset_seed()  # as Lightning's strategies for several processes do
         self._Trainer__setup_profiler()
         self._data_connector.prepare_data()
@@ -128,6 +145,7 @@ class Facade(Trainer):
 
     def drive(self) -> Any:
         """The stage itself."""
+        self.fit_loop.asked = True
         return self._run_stage()
 
     def finish(self) -> None:

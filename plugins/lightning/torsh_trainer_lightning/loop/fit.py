@@ -6,7 +6,8 @@ short way unless something about it asks for Lightning's closures, profiler or i
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import contextlib
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
@@ -28,14 +29,20 @@ from torsh_trainer.strategies.base import Clip, Engine
 from torsh_trainer_lightning.adapter import through
 from torsh_trainer_lightning.loop.connector import Connector, QuickLog
 from torsh_trainer_lightning.loop.table import Table
+from torsh_trainer_lightning.precision import StepWatcher
 
 
-class Host(Protocol):
-    """Whom the loops tell of what they have done: the run that they belong to."""
+class Host(StepWatcher):
+    """Whom the loops tell of what they have done; this one does not listen."""
 
     engine: Engine
     clip: Clip
-    skipped: int
+
+    def of_a_trial(self) -> Host:
+        """Whom the loops tell while a callback trains on trial, and takes it back: nobody."""
+        deaf = Host()
+        deaf.engine, deaf.clip = self.engine, self.clip
+        return deaf
 
     def before_epochs(self) -> None:
         """The first epoch of this run is next."""
@@ -91,7 +98,16 @@ class FitLoop(_FitLoop):
     goes_on = False
     """The state is that after a batch in the middle of an epoch: nothing of it is begun anew."""
 
+    asked = False
+    """The run itself asks for what comes now; else it is a callback, such as a finder's trial."""
+
     def run(self) -> None:
+        asked, self.asked = self.asked, False
+        facade: Any = self.trainer
+        with contextlib.nullcontext() if asked else facade.trial():
+            self._run()
+
+    def _run(self) -> None:
         self.setup_data()
         if self.skip:
             return
@@ -182,6 +198,9 @@ class EpochLoop(_TrainingEpochLoop):
         table = Table.of(
             module, trainer.datamodule, trainer.callbacks, trainer.optimizers, trainer.profiler
         )
+        if table.direct:
+            for optimizer in trainer.optimizers:
+                optimizer._opt_called = True  # for schedulers, where an engine steps another object
         if table.profiles or type(fetcher) is not _PrefetchDataFetcher:
             return self._long_way
         fetcher._start_profiler = self.host.before_fetch
@@ -316,8 +335,9 @@ class EpochLoop(_TrainingEpochLoop):
         progress = self.automatic_optimization.optim_progress.optimizer.step
         progress.increment_ready()
         loss, outputs = self._gradient(batch, index, sync=True)
-        outcome = self.host.engine.step_one("main", self.host.clip)
-        self.host.skipped += outcome.skipped
+        host = self.host
+        norm = host.before_step()
+        host.after_step("main", host.engine.step_one("main", host.clip, measure_norm=norm))
         progress.increment_completed()
         return loss, outputs
 
