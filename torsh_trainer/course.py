@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torsh_trainer.callbacks.base import Callback, EvaluationReport
 from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.stopping import Limits
 from torsh_trainer.strategies.base import BatchPlan, Engine, Mesh
+from torsh_trainer.world import World
 
 if TYPE_CHECKING:  # the trainer is what all of this is called by
     from torsh_trainer.trainer import Trainer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,9 +47,31 @@ class Position:
     samples: int = 0
     epoch: int = 0
 
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Position:
+        """The position that a checkpoint has under ``position``."""
+        return cls(**{name: int(count) for name, count in saved.items()})
+
+    def as_plain(self) -> dict[str, int]:
+        """What a checkpoint has of it."""
+        return asdict(self)
+
     @property
     def skipped(self) -> int:
         return self.step - self.updates
+
+
+def taken_over(by_rank: Mapping[str, T], world: World) -> list[T]:
+    """What this rank goes on with of a checkpoint's parts by rank (``rank_0``, ``rank_1``, ...).
+
+    On as many processes its own; on fewer, some take over what several had, and on more, some have
+    nothing.
+    """
+    return [
+        part
+        for name, part in by_rank.items()
+        if int(name.removeprefix("rank_")) % world.size == world.rank
+    ]
 
 
 @dataclass(frozen=True)

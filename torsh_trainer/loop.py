@@ -22,6 +22,8 @@ from torsh_trainer.callbacks.base import (
     EvaluationReport,
     SaveReport,
     StepReport,
+    load_states,
+    states_of,
 )
 from torsh_trainer.callbacks.base import named_callbacks as named_callbacks
 from torsh_trainer.checkpoint.base import Checkpointer
@@ -31,6 +33,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.course import Cadence as Cadence
 from torsh_trainer.course import Position as Position
+from torsh_trainer.course import taken_over
 from torsh_trainer.data.batch import Step
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.errors import Interrupted, ResourceError, TrainingError
@@ -436,12 +439,7 @@ class Loop:
         return {
             **self.about,
             "engine": engine,
-            "position": {
-                "step": position.step,
-                "updates": position.updates,
-                "samples": position.samples,
-                "epoch": position.epoch,
-            },
+            "position": position.as_plain(),
             "loop": {
                 "evaluated_at": self._evaluated_at,
                 "logged_at": self._logged_at,
@@ -454,11 +452,7 @@ class Loop:
             },
             "schedule": self.pace.state_dict(position.updates),
             "task": self.task.state_dict(),
-            "callbacks": {
-                name: state
-                for name, callback in named_callbacks(self.callbacks)
-                if (state := callback.state_dict())
-            },
+            "callbacks": states_of(self.callbacks),
             "feed": self.feed_state if self.feed is None else self.feed.state_dict(),
             "rng": {rank: rng_state(self.comm.device)},
         }
@@ -472,14 +466,11 @@ class Loop:
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes what ``state`` gave, filled by a checkpointer, or ``snapshot``."""
         self.engine.load_state_dict(state["engine"])
-        self.position = Position(**{k: int(v) for k, v in state["position"].items()})
+        self.position = Position.of(state["position"])
         self.pace.load_state_dict(state["schedule"])
         self.task.load_state_dict(state["task"])
         self.feed_state = state.get("feed", {})
-        for name, callback in named_callbacks(self.callbacks):
-            kept = state["callbacks"].get(name)
-            if kept:
-                callback.load_state_dict(kept)
+        load_states(self.callbacks, state["callbacks"])
         rng = state["rng"].get(f"rank_{self.comm.world.rank}")
         if rng is not None:
             set_rng_state(rng, self.comm.device)
@@ -497,11 +488,7 @@ class Loop:
         self.metrics = dict(state["metrics"])
         self.train_loss = state["train_loss"]
         self._pending_weight = state["pending_weight"]
-        # On fewer ranks than before, some take over what several had.
-        rank, size = self.comm.world.rank, self.comm.world.size
-        for name, total in state["pending_sum"].items():
-            if int(name.removeprefix("rank_")) % size == rank:
-                self._pending_sum += total
+        self._pending_sum += sum(taken_over(state["pending_sum"], self.comm.world))
 
 
 def reduced(sums: Mapping[str, Mean], comm: Communicator) -> dict[str, float]:

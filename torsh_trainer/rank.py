@@ -510,7 +510,7 @@ class Origin(NamedTuple):
 
     @property
     def position(self) -> Position:
-        return Position(**{name: int(count) for name, count in self.plain["position"].items()})
+        return Position.of(self.plain["position"])
 
 
 def _tell(comparison: Comparison) -> None:

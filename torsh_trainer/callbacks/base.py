@@ -151,3 +151,16 @@ def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]
         count[name] += 1
         named.append((name if count[name] == 1 else f"{name}_{count[name]}", callback))
     return named
+
+
+def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The states of those callbacks that have one, for a checkpoint."""
+    states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks)}
+    return {name: state for name, state in states.items() if state}
+
+
+def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:
+    """Gives callbacks back what ``states_of`` gave; one without a state keeps its own."""
+    for name, callback in named_callbacks(callbacks):
+        if states.get(name):
+            callback.load_state_dict(states[name])

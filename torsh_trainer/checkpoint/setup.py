@@ -36,6 +36,7 @@ REFUSED = {
     "trainer.overfit_batches": "data",
     "data.batch_size": "batch",
     "task": "task",
+    "task.order": "data",
     "task.sample_weight": "task",
 }
 """Facts that must be the same -> the word that lets them differ."""

@@ -19,6 +19,16 @@ def seed_draws(seed: int) -> None:
         numpy.random.seed(seed & 0xFFFFFFFF)
 
 
+def forward_generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that a forward on ``device`` draws from."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
+
+
 class Failed:
     """An error of ours on its way out of a loader process.
 

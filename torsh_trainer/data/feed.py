@@ -293,7 +293,7 @@ def _loaded(
     consumed: int,
 ) -> Loaded:
     """Plans with their batches, loaded here or by worker processes."""
-    fetch = _seeded(dataset, loading, sampler.seed)
+    fetch = Seeded(dataset, sampler.seed) if seeds_samples(dataset, loading) else None
     pin = _pins(loading, device)
     if not loading.num_workers:
         return _in_process(sampler, fetch or _plain(dataset), collate, bool(fetch), pin, consumed)
@@ -420,14 +420,13 @@ class Seeded:
         return [self[key] for key in keys]
 
 
-def _seeded(dataset: Any, loading: Loading, seed: int) -> Seeded | None:
-    wanted = loading.seed_samples
-    if wanted is None:
-        inner = dataset
-        while isinstance(inner, Subset | _First):
-            inner = inner.dataset
-        wanted = not (hasattr(inner, "__getitems__") or isinstance(inner, TensorDataset))
-    return Seeded(dataset, seed) if wanted else None
+def seeds_samples(dataset: Any, loading: Loading) -> bool:
+    """Whether what a map dataset draws for a sample is seeded for each of them."""
+    if loading.seed_samples is not None:
+        return loading.seed_samples
+    while isinstance(dataset, Subset | _First):
+        dataset = dataset.dataset
+    return not (hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset | Tensor))
 
 
 class _OneByOne:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.wire import Traffic
+from torsh_trainer.data.draws import forward_generators
 from torsh_trainer.ema import Ema
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
@@ -79,7 +80,7 @@ class NativeEngine(Engine):
         self._compression = compression
         self._device = comm.device
         self._kept = (1.0, torch.ones((), device=comm.device))
-        self._generators = _generators(comm.device)
+        self._generators = forward_generators(comm.device)
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
         self._last: dict[str, float] = {}
@@ -499,15 +500,6 @@ def _foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, group in by_device.items():
         torch._foreach_mul_(group, factor.to(device))
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    return generators
 
 
 def _why_no_backward(loss: Any) -> ConfigError | None:

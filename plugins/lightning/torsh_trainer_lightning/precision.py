@@ -103,6 +103,7 @@ class EnginePrecision(LightningPrecision):
     ) -> None:
         """The engine's backward; it calls the module's own where that is overridden."""
         engine, sync = self._strategy.engine, self._strategy.syncs
+        tensor = self._strategy.weighed(tensor)
         if args or kwargs or is_overridden("backward", model):
             engine.backward(
                 tensor, sync=sync, run=lambda loss: model.backward(loss, *args, **kwargs)

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import Tensor
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import CommOptions, Communicator
@@ -209,6 +210,10 @@ class EngineStrategy(Processes, ParallelStrategy):
                 yield
         finally:
             self.syncs = before
+
+    def weighed(self, loss: Tensor) -> Tensor:
+        """``loss`` as it enters backward: by what its batch weighs."""
+        return loss
 
     def check_steps_itself(self, optimizer: Optimizer) -> None:
         """Makes sure that the engine steps this very object, which holds all that it needs.

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from torsh_trainer.course import Likened, Setting
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.errors import Unsupported
+from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.optimizers import OptimizerSpec
 from torsh_trainer.schedule.base import Schedule
 from torsh_trainer.strategies.base import Clip
@@ -31,9 +31,9 @@ from torsh_trainer.task import DataSource, Task
 from torsh_trainer_lightning.checks import check
 from torsh_trainer_lightning.loop.course import LightningCourse
 from torsh_trainer_lightning.loop.facade import Facade
+from torsh_trainer_lightning.loop.order import GlobalOrder, Order
 from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.stages import Stages
-from torsh_trainer_lightning.strategy import EngineStrategy
 
 
 class LightningTask(Task):
@@ -42,8 +42,10 @@ class LightningTask(Task):
     ``module`` and ``datamodule`` are objects, or callables that make them: those are called under
     ``trainer.seed``, the data module first, as a script would. ``callbacks`` and ``loggers`` are
     Lightning's, by any name. ``ckpt_path`` is a ``.ckpt`` of Lightning to go on from (or to
-    evaluate); ``trust_ckpt`` lets it run code. The other knobs are flags of ``lightning.Trainer``
-    under its own names; null leaves what the ``trainer`` group says.
+    evaluate); ``trust_ckpt`` lets it run code. ``order`` is ``lightning``, or ``ours``: samples,
+    weights and random numbers as in the trainer's other tasks, whatever the number of processes.
+    The other knobs are flags of ``lightning.Trainer`` under its own names; null leaves what the
+    ``trainer`` group says.
 
     Raises:
         ConfigError: something is not of its kind, or a flag is out of range.
@@ -87,6 +89,8 @@ class LightningTask(Task):
         self.optimizer = OptimizerSpec()
         self.callbacks: list[Callback] = _listed(callbacks)
         self.loggers: list[Logger] = _listed(loggers)
+        if order not in _ORDERS:
+            raise ConfigError(f"task.order={order} is unknown", fix=nearest(order, _ORDERS))
         self.order = order
         self.ckpt_path = ckpt_path
         self.trust_ckpt = trust_ckpt
@@ -140,10 +144,12 @@ class LightningTask(Task):
         datamodule = _made(self._datamodule, LightningDataModule)
         module = _made(self._module, LightningModule)
         check(module, datamodule, self.callbacks, self.loggers, trainer.stages)
-        strategy = EngineStrategy.bound(comm=setting.comm, precision=trainer.precision)
+        order = self._ordered(setting)
+        order.check(module, self.callbacks, self._flags)
         with _quiet():
             facade = Facade(
-                strategy=strategy,
+                order=order,
+                strategy=order.bound(setting.comm, trainer.precision),
                 callbacks=list(self.callbacks),
                 logger=list(self.loggers) or False,
                 default_root_dir=str(setting.run_dir / "lightning"),
@@ -199,6 +205,12 @@ class LightningTask(Task):
 
     # -- knobs ----------------------------------------------------------------------------------
 
+    def _ordered(self, setting: Setting) -> Order:
+        seed, device = setting.trainer.seed, setting.comm.device
+        if self.order == GlobalOrder.name:
+            return GlobalOrder(setting.mesh, seed=seed, device=device)
+        return Order()
+
     def _facade_flags(self, trainer: Any, *, manual: bool) -> dict[str, Any]:
         """The flags of lightning.Trainer that the knobs of the run come to."""
         limits = dict(self._limits)
@@ -251,10 +263,6 @@ class LightningTask(Task):
         ]
         one = "give one of trainer.max_grad_norm and trainer.max_grad_value"
         asked = {
-            f"task.order={self.order}": (
-                self.order != "lightning",
-                "the order of samples is that of the module's loaders: set task.order=lightning",
-            ),
             "the group optimizer": (
                 not _is_default(self.optimizer),
                 "the module's configure_optimizers says it: leave the group as it is",
@@ -287,6 +295,7 @@ class LightningTask(Task):
                 raise Unsupported(f"task=lightning cannot honour {option}", fix=fix)
 
 
+_ORDERS = (Order.name, GlobalOrder.name)
 _LOADERS = "the module's loaders say it: set it there, by task.datamodule"
 _NOT_TRAINING = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar)
 """Callbacks of no use, or in the way, where runs are compared."""

@@ -43,9 +43,10 @@ class LightningCourse(Course):
         self._own_order = own_order
         self._sgd_lr = sgd_lr
         self._on_nonfinite = trainer.on_nonfinite
+        self._allow = trainer.checkpoint.allow
 
     def setup(self) -> Mapping[str, Any]:
-        return {"task": self._kind}
+        return {"task": self._kind, "task.order": self.stages.facade.order.name}
 
     def reads(self, resume: str) -> bool:
         return resume.endswith(".ckpt")
@@ -99,4 +100,5 @@ class LightningCourse(Course):
             self._comm,
             clip=self._clip,
             on_nonfinite=self._on_nonfinite,
+            allow=self._allow,
         )

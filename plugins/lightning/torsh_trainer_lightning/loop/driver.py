@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,26 @@ from torsh_trainer.callbacks.base import (
     EvaluationReport,
     SaveReport,
     StepReport,
-    named_callbacks,
+    load_states,
+    states_of,
 )
 from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.course import OwnLoop, Parts, Position
+from torsh_trainer.course import OwnLoop, Parts, Position, taken_over
 from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, TrainingError
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import Stop
 from torsh_trainer.strategies.base import Clip, StepOutcome
-from torsh_trainer.task import batch_size_of
 from torsh_trainer_lightning.loop.fit import Host
-from torsh_trainer_lightning.loop.kept import kept, restored
+from torsh_trainer_lightning.loop.kept import (
+    Entries,
+    check_merging,
+    entries_of,
+    kept,
+    merged,
+    restored,
+)
+from torsh_trainer_lightning.loop.order import check_data
 from torsh_trainer_lightning.loop.stages import Stages
 
 log = logging.getLogger(__name__)
@@ -46,7 +54,14 @@ class LightningLoop(OwnLoop, Host):
     """Drives the facade through the stages of a run, and tells the run's callbacks."""
 
     def __init__(
-        self, stages: Stages, parts: Parts, comm: Communicator, *, clip: Clip, on_nonfinite: str
+        self,
+        stages: Stages,
+        parts: Parts,
+        comm: Communicator,
+        *,
+        clip: Clip,
+        on_nonfinite: str,
+        allow: Sequence[str],
     ) -> None:
         self.position = Position()
         self.metrics = {}
@@ -56,14 +71,16 @@ class LightningLoop(OwnLoop, Host):
         self.skipped = 0
         self._stages = stages
         self._facade = stages.facade
+        self._order = stages.facade.order
         self._parts = parts
         self._comm = comm
         self._on_nonfinite = on_nonfinite
+        self._allow = allow
         self._readers = [c for c in parts.callbacks if type(c).on_step is not Callback.on_step]
         self._listeners = [c for c in self._readers if c.every_step]
         self._log_every = parts.cadence.log_every
-        self._losses: list[Tensor] = []
-        self._carried = (0.0, 0.0)  # the sum of losses no longer in that list, and their count
+        self._losses: list[tuple[Tensor, float]] = []  # with what each weighs
+        self._carried = (0.0, 0.0)  # the sum of losses no longer in that list, and their weight
         self._stop: Stop | None = None
         self._evaluated = False
         self._evaluated_at = -1
@@ -74,6 +91,7 @@ class LightningLoop(OwnLoop, Host):
         self._pending: dict[str, Any] | None = None
         self._replay: dict[str, Any] | None = None
         self._go_from: Mapping[str, Any] | None = None
+        self._kept: Entries = []
         self._draws: dict[str, Any] = {}
         self._norms: dict[str, Tensor] = {}  # of the gradients of this batch, by optimizer
         self._stepped_at: float | None = None  # the rate of this batch, where it is reported
@@ -124,24 +142,32 @@ class LightningLoop(OwnLoop, Host):
         if self._go_from is None:
             return
         state, self._go_from = self._go_from, None
-        own, facade = state["own"], self._facade
+        own, facade, middle = state["own"], self._facade, state["own"]["batches"] is not None
+        data = self._order.facts(facade.accumulate_grad_batches)
+        check_data(
+            own.get("data", {}), data, middle=middle, step=self.position.step, allow=self._allow
+        )
         connector = facade._logger_connector
         connector._callback_metrics.update(own["callback_metrics"])
         connector._logged_metrics.update(own["logged_metrics"])
-        if own["batches"] is not None:
+        if middle:
             results, reduce = facade.fit_loop.epoch_loop._results, facade.strategy.reduce
-            restored(results, own["results"], self._stages.module, reduce)
+            restored(results, self._kept, self._stages.module, reduce)
             connector._first_loop_iter, connector._current_fx = False, "training_step"
-        elif state["rng"] is not None:
+        if state["rng"] is not None and (self._order.portable or not middle):
             set_rng_state(state["rng"], self._comm.device)
 
     def before_iterator(self) -> None:
+        if self._order.portable:
+            return
         if self._replay is not None:
             set_rng_state(self._replay["at_iterator"], self._comm.device)
         else:
             self._draws["at_iterator"] = rng_state(self._comm.device)
 
     def before_first_batch(self, fetcher: Any) -> None:
+        if self._order.portable:
+            return
         replay, self._replay = self._replay, None
         if replay is None:
             self._draws["at_first"] = rng_state(self._comm.device)
@@ -155,9 +181,8 @@ class LightningLoop(OwnLoop, Host):
         set_rng_state(replay["now"], self._comm.device)
 
     def count(self, batch: Any) -> None:
-        # On all ranks, which have batches of one size in Lightning.
         with contextlib.suppress(ConfigError):
-            self.position.samples += batch_size_of(batch) * self._comm.world.size
+            self.position.samples += self._order.samples(batch, self._comm.world.size)
 
     def before_step(self) -> bool:
         due = self._is_due(self._batches + 1)
@@ -177,8 +202,8 @@ class LightningLoop(OwnLoop, Host):
     def after_batch(self, loss: Tensor | None) -> None:
         facade, position = self._facade, self.position
         epoch_loop = facade.fit_loop.epoch_loop
-        if loss is not None:
-            self._losses.append(loss)
+        if loss is not None and self._order.weight:
+            self._losses.append((loss, self._order.weight))
         stepped = epoch_loop._batches_that_stepped
         if stepped == self._reports:  # in the middle of an accumulation
             return
@@ -209,6 +234,7 @@ class LightningLoop(OwnLoop, Host):
 
     def after_fetch(self) -> None:
         self._waited += time.perf_counter() - self._fetch_began
+        self._order.begin(self._facade.fit_loop.epoch_loop)
 
     def before_evaluation(self) -> None:
         self._evaluation_began = time.perf_counter()
@@ -319,7 +345,7 @@ class LightningLoop(OwnLoop, Host):
         self._paused += seconds
 
     def _mean_loss(self) -> float:
-        """The mean over batches and ranks since the last report.
+        """The mean over batches and ranks since the last report, by what each weighs.
 
         Raises:
             TrainingError: it is not finite, and that is to stop the run.
@@ -341,12 +367,13 @@ class LightningLoop(OwnLoop, Host):
         return mean
 
     def _read_losses(self) -> tuple[float, float]:
-        """This rank's sum of losses since the last report, and how many; read now."""
+        """This rank's sum of losses since the last report, and their weight; read now."""
         losses, self._losses = self._losses, []
         total, count = self._carried
-        for loss in losses:  # one by one: a save in between must not round otherwise
-            total += loss.item()
-        self._carried = (total, count + len(losses))
+        for loss, weight in losses:  # one by one: a save in between must not round otherwise
+            total += loss.item() * weight
+            count += weight
+        self._carried = (total, count)
         return self._carried
 
     def _report(self, split: str, outputs: list[dict[str, Any]], began: float) -> Any:
@@ -393,31 +420,33 @@ class LightningLoop(OwnLoop, Host):
 
     def state(self, *, template: bool = False) -> dict[str, Any]:
         engine = self.engine.state_template() if template else self.engine.state_dict()
-        rank, position = f"rank_{self._comm.world.rank}", self.position
+        rank = f"rank_{self._comm.world.rank}"
         return {
             **self._parts.about,
             "engine": engine,
-            "position": {
-                "step": position.step,
-                "updates": position.updates,
-                "samples": position.samples,
-                "epoch": position.epoch,
-            },
+            "position": self.position.as_plain(),
             "loop": {
                 "train_loss": self.train_loss,
                 "metrics": dict(self.metrics),
                 "losses": {rank: list(self._read_losses())},
+                "logged": {rank: kept(self._epochs._results)} if self._in_the_middle else {},
             },
             "schedule": {},
             "task": {} if template else {"lightning": self._lightning_state()},
-            "callbacks": {
-                name: state
-                for name, callback in named_callbacks(self._parts.callbacks)
-                if (state := callback.state_dict())
-            },
-            "feed": {rank: dict(self._draws)},
+            "callbacks": states_of(self._parts.callbacks),
+            "feed": {rank: dict(self._draws)} if self._draws else {},
             "rng": {rank: rng_state(self._comm.device)},
         }
+
+    @property
+    def _epochs(self) -> Any:
+        return self._facade.fit_loop.epoch_loop
+
+    @property
+    def _in_the_middle(self) -> bool:
+        """Whether an epoch has begun, and not ended."""
+        epoch: Any = self._facade.fit_loop.epoch_progress.current
+        return bool(epoch.processed < epoch.ready)
 
     def _lightning_state(self) -> bytes:
         """What Lightning and the user's code keep beside weights: data alone, in its format."""
@@ -440,14 +469,14 @@ class LightningLoop(OwnLoop, Host):
                 state[type(datamodule).__qualname__] = held
         call._call_callbacks_on_save_checkpoint(facade, state)
         call._call_lightning_module_hook(facade, "on_save_checkpoint", state)
-        frame: Any = facade.fit_loop
-        middle = frame.epoch_progress.current.processed < frame.epoch_progress.current.ready
+        batches = self._epochs.batch_progress.current.ready
         state["torsh_trainer"] = {
             "world_size": self._comm.world.size,
-            "batches": frame.epoch_loop.batch_progress.current.ready if middle else None,
+            "batches": batches if self._in_the_middle else None,
+            "order": self._order.name,
+            "data": self._order.facts(facade.accumulate_grad_batches),
             "callback_metrics": dict(connector._callback_metrics),
             "logged_metrics": dict(connector._logged_metrics),
-            "results": kept(frame.epoch_loop._results) if middle else [],
         }
         buffer = io.BytesIO()
         torch.save(state, buffer)
@@ -455,16 +484,13 @@ class LightningLoop(OwnLoop, Host):
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.engine.load_state_dict(state["engine"])
-        self.position = Position(**{k: int(v) for k, v in state["position"].items()})
+        self.position = Position.of(state["position"])
         self.skipped = self.position.skipped
         self.metrics = dict(state["loop"].get("metrics", {}))
         self.train_loss = state["loop"].get("train_loss")
-        total, count = state["loop"].get("losses", {}).get(f"rank_{self._comm.world.rank}", (0, 0))
-        self._carried = (float(total), float(count))
-        for name, callback in named_callbacks(self._parts.callbacks):
-            kept = state["callbacks"].get(name)
-            if kept:
-                callback.load_state_dict(kept)
+        for total, weight in taken_over(state["loop"].get("losses", {}), self._comm.world):
+            self._carried = (self._carried[0] + total, self._carried[1] + weight)
+        load_states(self._parts.callbacks, state["callbacks"])
         rank = f"rank_{self._comm.world.rank}"
         if "lightning" not in state["task"]:
             return
@@ -473,6 +499,7 @@ class LightningLoop(OwnLoop, Host):
             "state": found,
             "draws": state["feed"].get(rank),
             "rng": state["rng"].get(rank),
+            "logged": state["loop"].get("logged", {}),
         }
         facade = self._facade
         facade._checkpoint_connector._loaded_checkpoint = found
@@ -480,6 +507,16 @@ class LightningLoop(OwnLoop, Host):
         facade._checkpoint_connector.restore_datamodule()
         facade._checkpoint_connector.restore_callbacks()
         facade._checkpoint_connector._loaded_checkpoint = {}
+
+    def _take_over(self, logged: Mapping[str, bytes]) -> None:
+        """What was logged so far in the epoch, by rank."""
+        if not logged:
+            return
+        module, first, world = self._stages.module, entries_of(logged["rank_0"]), self._comm.world
+        if len(logged) > world.size:
+            check_merging(first, module)
+        parts = [entries_of(data) for data in taken_over(logged, world)]
+        self._kept = merged(parts, first, module)
 
     def _restore(self) -> None:
         """The progress of Lightning's loops, after ``on_fit_start``, as a ``.ckpt`` gives it."""
@@ -500,9 +537,19 @@ class LightningLoop(OwnLoop, Host):
     def _go_on(self, own: Mapping[str, Any], pending: Mapping[str, Any]) -> None:
         """In the middle of an epoch, after as many batches, with the same ones to come."""
         frame = self._facade.fit_loop
-        check_processes(own, self._comm.world.size)
+        order = own.get("order", "lightning")
+        if order != self._order.name:
+            raise ConfigError(
+                f"the checkpoint lies in the middle of an epoch in task.order={order}, and this "
+                f"run has task.order={self._order.name}",
+                fix=f"set task.order={order}, or go on from the end of an epoch",
+            )
+        if not self._order.portable:
+            check_processes(own, self._comm.world.size)
         frame.goes_on = True
-        self._replay = {**pending["draws"], "batches": own["batches"], "now": pending["rng"]}
+        self._take_over(pending["logged"])
+        if not self._order.portable:
+            self._replay = {**pending["draws"], "batches": own["batches"], "now": pending["rng"]}
 
 
 def lightning_state(state: Mapping[str, Any]) -> dict[str, Any]:

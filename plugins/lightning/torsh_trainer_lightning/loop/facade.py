@@ -21,7 +21,8 @@ from lightning.pytorch.trainer.trainer import _log_hyperparams
 from lightning.pytorch.utilities import parsing
 
 from torsh_trainer_lightning.loop.connector import Connector
-from torsh_trainer_lightning.loop.fit import EpochLoop, FitLoop, Host
+from torsh_trainer_lightning.loop.fit import EpochLoop, EvaluationLoop, FitLoop, Host
+from torsh_trainer_lightning.loop.order import Order
 from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.wording import worded
 
@@ -47,6 +48,8 @@ class Facade(Trainer):
         min_epochs: int | None,
         max_steps: int,
         min_steps: int | None,
+        order: Order,
+        inference_mode: bool,
         shares: Shares | None = None,
         **flags: Any,
     ) -> None:
@@ -55,8 +58,11 @@ class Facade(Trainer):
             min_epochs=min_epochs,
             max_steps=max_steps,
             min_steps=min_steps,
+            inference_mode=inference_mode,
             **flags,
         )
+        self.order = order
+        self._data_connector = order.connector(self)
         self._shares = shares
         if shares is not None:
             shares.put_into(self)
@@ -64,7 +70,10 @@ class Facade(Trainer):
         frame = FitLoop(self, min_epochs=self.min_epochs, max_epochs=self.max_epochs)
         frame.epoch_loop = EpochLoop(self, min_steps=self.min_steps, max_steps=self.max_steps)
         self.fit_loop = frame
-        self.validate_loop.verbose = self.test_loop.verbose = False  # the run tells the numbers
+        self.validate_loop, self.test_loop = (
+            EvaluationLoop(self, *STAGES[name], verbose=False, inference_mode=inference_mode)
+            for name in ("evaluate", "test")
+        )  # the run tells the numbers
 
     def tell(self, host: Host) -> None:
         """Has the loops tell ``host`` of what they have done."""

@@ -28,6 +28,7 @@ from torsh_trainer.precision import Precision
 from torsh_trainer.strategies.base import Clip, Engine
 from torsh_trainer_lightning.adapter import through
 from torsh_trainer_lightning.loop.connector import Connector, QuickLog
+from torsh_trainer_lightning.loop.kept import counted
 from torsh_trainer_lightning.loop.table import Table
 from torsh_trainer_lightning.precision import StepWatcher
 
@@ -75,8 +76,28 @@ class Host(StepWatcher):
         """It has come."""
 
 
-class ValidationLoop(_EvaluationLoop):
-    """Lightning's, which tells the run what it came to."""
+class EvaluationLoop(_EvaluationLoop):
+    """Lightning's, over loaders in the order of the run."""
+
+    trainer: Any  # a Facade
+    _max_batches: list[int | float]
+
+    def setup_data(self) -> None:
+        super().setup_data()
+        if self._combined_loader is not None:
+            self._max_batches = self.trainer.order.limits(self._combined_loader, self._max_batches)
+
+    def _evaluation_step(
+        self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any
+    ) -> None:
+        assert self._combined_loader is not None
+        trainer, loader = self.trainer, self._combined_loader.flattened[dataloader_idx]
+        with counted(trainer, self._results, trainer.order.counts(loader, batch_idx)):
+            super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+
+class ValidationLoop(EvaluationLoop):
+    """One that tells the run what it came to."""
 
     host: Host
 
@@ -95,6 +116,7 @@ class FitLoop(_FitLoop):
     """Lightning's, which tells the run of epochs, and can go on exactly where another stopped."""
 
     host: Host
+    trainer: Any  # a Facade
     goes_on = False
     """The state is that after a batch in the middle of an epoch: nothing of it is begun anew."""
 
@@ -126,6 +148,11 @@ class FitLoop(_FitLoop):
             self.host.after_epoch()
         self._restarting = False
         self.on_run_end()
+
+    def setup_data(self) -> None:
+        super().setup_data()
+        if self._combined_loader is not None:
+            self.trainer.order.check_training(self._combined_loader)
 
     def on_advance_start(self) -> None:
         if not self.goes_on:
@@ -219,19 +246,47 @@ class EpochLoop(_TrainingEpochLoop):
         return (self._long_way if self.restarting else self._short_way)(fetcher)
 
     def _long_way(self, fetcher: _DataFetcher) -> Tensor | None:
-        self.advance(fetcher)
+        before = self.batch_progress.total.ready
+        with self._counted():
+            self.advance(fetcher)
+        if self.batch_progress.total.ready > before:
+            self.host.count(None)
         self.on_advance_end(fetcher)
         return None
 
+    def _counted(self) -> contextlib.AbstractContextManager[None]:
+        """Around the next batch, which may be run for the sake of other processes alone."""
+        counts = self.trainer.order.trains_on(self.batch_progress.current.ready)
+        return counted(self.trainer, self._results, counts)
+
     def _short_way(self, fetcher: _DataFetcher) -> Tensor | None:
         """``advance`` and ``on_advance_end`` of Lightning's epoch loop, for most batches."""
+        trainer, progress = self.trainer, self.batch_progress
+        module, connector = trainer.lightning_module, trainer._logger_connector
+        batch, _, _ = next(fetcher)
+        progress.is_last_batch = fetcher.done
+        with self._counted():
+            loss, accumulates = self._train_on(batch, progress.current.ready)
+        module.__dict__["_current_fx_name"] = None
+        connector.batch_is_over(self._results)
+        progress.total.completed += 1
+        progress.current.completed += 1
+        steps = not (accumulates and module.automatic_optimization)
+        if steps and self._updates_logs():
+            connector.log_metrics(connector.metrics["log"])
+        self.host.count(batch)
+        self._end_batch(fetcher, accumulates=accumulates)
+        return loss
+
+    def _train_on(self, batch: Any, index: int) -> tuple[Tensor | None, bool]:
+        """From the batch to what hears of its end: its loss, and whether a step is yet to come.
+
+        Raises:
+            StopIteration: the module wants no more of this epoch.
+        """
         trainer, table, progress = self.trainer, self._table, self.batch_progress
         module, connector = trainer.lightning_module, trainer._logger_connector
-        fields = module.__dict__
-        batch, _, _ = next(fetcher)
-        current, total = progress.current, progress.total
-        index = current.ready
-        progress.is_last_batch = fetcher.done
+        fields, current, total = module.__dict__, progress.current, progress.total
         batch = self._moved(batch)
         total.ready += 1
         current.ready += 1
@@ -252,8 +307,7 @@ class EpochLoop(_TrainingEpochLoop):
         total.processed += 1
         current.processed += 1
         accumulates = self._should_accumulate()
-        schedules = bool(trainer.lr_scheduler_configs)
-        if schedules:
+        if trainer.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=False)
             if self._num_ready_batches_reached():
                 self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -265,16 +319,7 @@ class EpochLoop(_TrainingEpochLoop):
         if table.module_batch_end is not None:
             fields["_current_fx_name"] = "on_train_batch_end"
             table.module_batch_end(outputs, batch, index)
-        fields["_current_fx_name"] = None
-        connector.batch_is_over(self._results)
-        total.completed += 1
-        current.completed += 1
-        steps = not (accumulates and module.automatic_optimization)
-        if steps and self._updates_logs():
-            connector.log_metrics(connector.metrics["log"])
-        self.host.count(batch)
-        self._end_batch(fetcher, accumulates=accumulates, schedules=schedules)
-        return loss
+        return loss, accumulates
 
     def _updates_logs(self) -> bool:
         """``should_update_logs`` of Lightning's connector, while training."""
@@ -359,7 +404,7 @@ class EpochLoop(_TrainingEpochLoop):
         every = trainer.accumulate_grad_batches
         if every == 1 and type(output) is Tensor and not self._table.hears_of_end:
             self._zero_grad()
-            self.host.engine.backward(output, sync=sync)
+            self.host.engine.backward(trainer.strategy.weighed(output), sync=sync)
             return output.detach(), None
         result = ClosureResult.from_training_step_output(output, every)
         if index % every == 0:
@@ -367,7 +412,7 @@ class EpochLoop(_TrainingEpochLoop):
         loss = result.closure_loss
         if loss is None:
             return None, {}
-        self.host.engine.backward(loss, sync=sync)
+        self.host.engine.backward(trainer.strategy.weighed(loss), sync=sync)
         return result.loss, result.asdict()
 
     def _zero_grad(self) -> None:
@@ -380,11 +425,11 @@ class EpochLoop(_TrainingEpochLoop):
                 parameter.grad = None
         counts.increment_completed()
 
-    def _end_batch(self, fetcher: _DataFetcher, *, accumulates: bool, schedules: bool) -> None:
+    def _end_batch(self, fetcher: _DataFetcher, *, accumulates: bool) -> None:
         trainer = self.trainer
         if self._validates and self._should_check_val_fx(fetcher):
             self._validate()
-        if schedules:
+        if trainer.lr_scheduler_configs:
             self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not accumulates:
             self._batches_that_stepped += 1
