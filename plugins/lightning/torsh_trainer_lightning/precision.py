@@ -33,6 +33,10 @@ if TYPE_CHECKING:  # the strategy makes its plugin
     from torsh_trainer_lightning.strategy import EngineStrategy
 
 
+COMPRESSION = "torsh_trainer.compression"
+"""Where a ``.ckpt`` has what compression keeps; Lightning passes it over."""
+
+
 class EnginePrecision(LightningPrecision):
     """What Lightning asks of a precision plugin, by an engine of ours.
 
@@ -135,10 +139,10 @@ class EnginePrecision(LightningPrecision):
             clip = Clip(norm=float(clip_val)) if by_norm else Clip(value=float(clip_val))
             self._strategy.engine.clip_one(self._strategy.configured.name_of(optimizer), clip)
 
-    # -- checkpoints: the loss scale where Lightning has it ---------------------------------------
+    # -- checkpoints: the loss scale where Lightning has it, and what Lightning has not ------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the loss scale under the name of Lightning's plugin."""
+        """Writes the loss scale under the name of Lightning's plugin, and residuals under ours."""
         scaler = self._strategy.loss_scaler
         if scaler is not None:
             checkpoint["MixedPrecision"] = {
@@ -148,15 +152,21 @@ class EnginePrecision(LightningPrecision):
                 "growth_interval": scaler.options.growth_interval,
                 "_growth_tracker": scaler.state_dict().get("good_steps", 0),
             }
+        kept = self._strategy.held.compression() if self._strategy.trains else {}
+        if kept:
+            checkpoint[COMPRESSION] = kept
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the loss scale that a checkpoint has, if any."""
+        """Takes the loss scale and the residuals that a checkpoint has, if any."""
         scaler, saved = self._strategy.loss_scaler, checkpoint.get("MixedPrecision")
         if scaler is not None and saved:
             known = scaler.state_dict()
             scaler.load_state_dict(
                 {**known, "scale": saved["scale"], "good_steps": saved["_growth_tracker"]}
             )
+        owed = checkpoint.get(COMPRESSION)
+        if owed and self._strategy.trains:
+            self._strategy.held.load_compression(owed)
 
 
 def asked_of(plugin: FabricPrecision) -> Precision:

@@ -30,7 +30,9 @@ from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, Traini
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import Stop
 from torsh_trainer.strategies.base import Clip
+from torsh_trainer.strategies.state import load_groups
 from torsh_trainer.task import batch_size_of
+from torsh_trainer_lightning.adapter import rejoined
 from torsh_trainer_lightning.loop.kept import kept, restored
 from torsh_trainer_lightning.loop.stages import Stages
 
@@ -446,6 +448,7 @@ class LightningLoop(OwnLoop):
             "state": found,
             "draws": state["feed"].get(rank),
             "rng": state["rng"].get(rank),
+            "optimizers": state["engine"]["optimizer"],
         }
         facade = self._facade
         facade._checkpoint_connector._loaded_checkpoint = found
@@ -460,6 +463,7 @@ class LightningLoop(OwnLoop):
         if pending is None:
             return
         facade, found = self._facade, pending["state"]
+        self._regroup(pending["optimizers"])
         own, frame = found["torsh_trainer"], facade.fit_loop
         for config, state in zip(facade.lr_scheduler_configs, found["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
@@ -469,6 +473,14 @@ class LightningLoop(OwnLoop):
         if own["batches"] is not None:
             self._go_on(own, pending)
         self._go_from = {"own": own, "rng": pending["rng"]}
+
+    def _regroup(self, saved: Mapping[str, Any]) -> None:
+        """Settings of the optimizers' groups once more: callbacks may have put back older ones."""
+        engine, configured = self.engine, self._facade.strategy.configured
+        rejoined(configured, engine)
+        names = {id(p): name for name, p in engine.model.named_parameters()}
+        for name, optimizer in engine.optimizers.items():
+            load_groups(optimizer, saved[name]["groups"], names)
 
     def _go_on(self, own: Mapping[str, Any], pending: Mapping[str, Any]) -> None:
         """In the middle of an epoch, after as many batches, with the same ones to come."""
