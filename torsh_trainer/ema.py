@@ -45,6 +45,15 @@ class Ema:
         )
         self._swapped = False
 
+    def add(self, parameters: Mapping[str, Tensor]) -> None:
+        """Averages these too from here on; those that it has already go on as they are."""
+        for name, value in parameters.items():
+            if name not in self._names:
+                self._names.append(name)
+                self._values.append(value)
+                self._averages.append(_wide(value.detach()).clone())
+                self._narrow = self._narrow or self._averages[-1].dtype != value.dtype
+
     @torch.no_grad()
     def update(self) -> None:
         """Takes the parameters' values of this moment into the average."""

@@ -253,7 +253,8 @@ def apply_settings(engine: Engine, saved: Setup, now: Setup) -> None:
     for name, optimizer in engine.optimizers.items():
         then = by_parameter(saved["optimizer"][name]) if name in saved["optimizer"] else {}
         today = now["optimizer"][name]["groups"]
-        for group, settings in zip(optimizer.param_groups, today, strict=True):
+        # What was freed while it trained has groups of its own, behind those of the start.
+        for group, settings in zip(optimizer.param_groups, today, strict=False):
             before = then.get(settings["params"][0], {}) if settings["params"] else {}
             for key, value in settings.items():
                 if key not in ("params", "lr") and key in before and before[key] != value:

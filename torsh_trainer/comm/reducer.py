@@ -77,7 +77,8 @@ class BucketReducer:
         hook = self._hook(overlap=overlap, finishes=finishes)
         self._hooks: list[Any] = []
         if hook is not None:
-            self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self.parameters]
+            trained = [p for p in self.parameters if p.requires_grad]
+            self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in trained]
         _living.add(self)
 
     def reduces(self, parameter: nn.Parameter) -> bool:

@@ -14,7 +14,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,6 +30,9 @@ from torsh_trainer.membership import Membership
 from torsh_trainer.precision import Precision
 from torsh_trainer.task import Mean, Task
 from torsh_trainer.world import World
+
+if TYPE_CHECKING:  # it knows these contracts
+    from torsh_trainer.strategies.compressing import Compressed
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,14 @@ class Engine(abc.ABC):
     """Whether those that the task built, and that are stepped, hold whole gradients and state."""
 
     @property
+    def compression(self) -> Compressed | None:
+        """What compresses gradients, with what it keeps in checkpoints; None where none does."""
+        return None
+
+    evaluates_together: bool = False
+    """Whether all ranks take part in every forward without gradients, and make as many."""
+
+    @property
     def loss_scaler(self) -> LossScaler | None:
         """What scales the loss, if anything does."""
         return None
@@ -233,7 +244,8 @@ class Engine(abc.ABC):
     def evaluation_forward(self) -> Iterator[nn.Module]:
         """Around one forward without gradients that the caller makes: gives what to call.
 
-        Every rank makes as many. Modes and gradients are the caller's to switch.
+        Every rank makes one, and with ``evaluates_together`` as many as the others. Modes and
+        gradients are the caller's to switch.
         """
         yield self.module
 

@@ -69,7 +69,29 @@ def take_order(
     if {names[id(parameter)] for parameter in parameters} != set(place):
         return
     pairs = sorted(zip(parameters, sparse, strict=True), key=lambda pair: place[names[id(pair[0])]])
-    parameters, sparse = [p for p, _ in pairs], [s for _, s in pairs]
+    _lay_out(ddp, [p for p, _ in pairs], [s for _, s in pairs])
+    # As if gradients had become ready in this order; the sizes of buckets follow from it.
+    private.reducer._push_all_rebuilt_params()
+    private._has_rebuilt_buckets = private.reducer._rebuild_buckets()
+
+
+def lay_out_anew(ddp: DistributedDataParallel) -> bool:
+    """Buckets for the parameters that train now, as a fresh DDP would have them.
+
+    Collective. False, and nothing is done, where this torch has other names.
+    """
+    if _missing(ddp):
+        return False
+    private: Any = ddp
+    _lay_out(ddp, *private._build_params_for_reducer())
+    private._has_rebuilt_buckets = False
+    return True
+
+
+def _lay_out(
+    ddp: DistributedDataParallel, parameters: Sequence[Any], sparse: Sequence[bool]
+) -> None:
+    private: Any = ddp
     by_index = private._build_debug_param_to_name_mapping(parameters)
     private._ddp_init_helper(parameters, sparse, by_index, ddp.static_graph)
     if ddp.static_graph:
@@ -77,18 +99,20 @@ def take_order(
         private.logger._set_static_graph()
     for hook, state in private._comm_hooks:
         _DIST._register_comm_hook(private.reducer, state, hook)
-    # As if gradients had become ready in this order; the sizes of buckets follow from it.
-    private.reducer._push_all_rebuilt_params()
-    private._has_rebuilt_buckets = private.reducer._rebuild_buckets()
+
+
+def _missing(ddp: DistributedDataParallel) -> list[str]:
+    """The names that this torch does not have."""
+    missing = [name for name in _OF_DDP if not hasattr(ddp, name)]
+    missing += [name for name in _OF_REDUCER if not hasattr(ddp.reducer, name)]
+    return missing + [name for name in _OF_DIST if not hasattr(dist, name)]
 
 
 def _knows(ddp: DistributedDataParallel) -> bool:
     """Whether these buckets are ever laid out anew, and this torch has the names."""
     if ddp.find_unused_parameters and not ddp.static_graph:
         return False
-    missing = [name for name in _OF_DDP if not hasattr(ddp, name)]
-    missing += [name for name in _OF_REDUCER if not hasattr(ddp.reducer, name)]
-    missing += [name for name in _OF_DIST if not hasattr(dist, name)]
+    missing = _missing(ddp)
     if missing:
         _say_once(f"torch {torch.__version__} has no {', '.join(missing)}")
         return False

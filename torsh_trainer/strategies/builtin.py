@@ -30,6 +30,7 @@ from torsh_trainer.strategies.base import (
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
 from torsh_trainer.strategies.native import DTYPES, NativeEngine
 from torsh_trainer.strategies.single import computing
+from torsh_trainer.strategies.trained import Change, check_cut
 from torsh_trainer.strategies.zero1 import CommonParameters, Wrap, sharded
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
@@ -149,22 +150,31 @@ class BuiltInEngine(NativeEngine):
             compression=compressed(compressor, model, as_in_memory=True),
         )
         self._knobs = knobs
+        self.keeps_frozen = knobs.find_unused_parameters
         self._averages = compressor is not None
+        self._compressor = compressor
+        self._reduce_dtype = DTYPES[job.precision.reduce]
         self._reducer: BucketReducer | None = None
         if comm.world.size == 1:
             return
         apart = [p for p in model.parameters() if self._common is None or p not in self._common]
         modules.share([*apart, *model.buffers()], comm)
-        self._reducer = BucketReducer(
-            self._parameters,
-            comm,
-            bucket_cap_mb=knobs.bucket_cap_mb,
-            dtype=DTYPES[job.precision.reduce],
-            overlap=knobs.overlap,
-            find_unused=knobs.find_unused_parameters,
+        self._reducer = self._planned(self._parameters)
+
+    def _planned(self, parameters: Sequence[nn.Parameter], *, factor: float = 1.0) -> BucketReducer:
+        """What sums the gradients of ``parameters`` from their hooks."""
+        reducer = BucketReducer(
+            parameters,
+            self.comm,
+            bucket_cap_mb=self._knobs.bucket_cap_mb,
+            dtype=self._reduce_dtype,
+            overlap=self._knobs.overlap,
+            find_unused=self._knobs.find_unused_parameters,
+            factor=factor,
         )
-        if compressor is not None:
-            self._reducer.reduce = self._compressed_by(compressor, self._reducer.buckets)
+        if self._compressor is not None:
+            reducer.reduce = self._compressed_by(self._compressor, reducer.buckets)
+        return reducer
 
     def _compressed_by(self, compressor: GradientReducer, buckets: Sequence[Bucket]) -> Reduce:
         rows = [
@@ -172,6 +182,19 @@ class BuiltInEngine(NativeEngine):
             for bucket in buckets
         ]
         return lambda number, flat: compressor.start(flat, rows[number])
+
+    def _follow(self, change: Change) -> None:
+        if self._knobs.zero1 and self.comm.world.size > 1:
+            check_cut(self._knobs, change, self._at_start)
+        if self._reducer is None or not (change.freed or change.frozen):
+            return
+        if self._compressor is not None:
+            self._compressor.add(change.freed)
+        before, self._reducer = (
+            self._reducer,
+            self._planned(change.trained, factor=self._reducer.factor),
+        )
+        before.close()
 
     # -- one step --------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from torsh_trainer.strategies.compressing import compressed, compressing, reduce
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
+from torsh_trainer.strategies.trained import Change, check_cut, refused
 from torsh_trainer.strategies.zero1 import sharded
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
@@ -132,9 +133,9 @@ class DDPEngine(NativeEngine):
     ) -> None:
         self._knobs = knobs
         self._reducer = reducer
+        self.keeps_frozen = knobs.find_unused_parameters
         self._checked = False
         self._within_forward = False
-        self._manual = job.manual
         self._order: list[str] | None = None
         wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
@@ -185,8 +186,6 @@ class DDPEngine(NativeEngine):
                 "strategy.op=sum under manual optimization, where a gradient is averaged",
                 use="set strategy.op=average, and multiply the loss",
             )
-        if self._within_forward and sync and self._ddp is not None:
-            self._arm(self._ddp, loss)
         super().backward(loss, sync=sync, run=run)
         if not sync:
             return
@@ -222,6 +221,32 @@ class DDPEngine(NativeEngine):
             ddp.reducer.prepare_for_backward(reached)
         except RuntimeError as error:
             raise self._left_over(error) or error from error
+
+    def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
+        settled = super()._settle(loss, shrinks=shrinks)
+        if loss is not None and self._ddp is not None and (settled or self._within_forward):
+            self._arm(self._ddp, loss)  # its forward has readied other buckets, or none
+        return settled
+
+    def _follow(self, change: Change) -> None:
+        if self._knobs.zero1:
+            check_cut(self._knobs, change, self._at_start)
+        if self._reducer is not None:
+            self._reducer.add(change.freed)
+        self._checked = False
+        if self._ddp is None:
+            return
+        if self._knobs.static_graph:
+            raise refused(self._knobs, change, use="set strategy.static_graph=false")
+        if change.held:
+            raise refused(
+                self._knobs,
+                change,
+                use="freeze them where a step begins, or set strategy.find_unused_parameters=true",
+            )
+        if not buckets.lay_out_anew(self._ddp):
+            raise refused(self._knobs, change, use="set strategy.overlap=false")
+        self._order = None
 
     def _left_over(self, error: RuntimeError) -> ConfigError | None:
         """What torch means by an error about the backward before this one, if it is that."""
@@ -271,9 +296,7 @@ class DDPEngine(NativeEngine):
     # -- parameters that no loss reached ---------------------------------------------------------
 
     def _unused(self) -> list[str]:
-        return [
-            name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None
-        ]
+        return [self._names[id(p)] for p in self._parameters if p.grad is None]
 
     def _check_unused(self) -> None:
         self._checked = True

@@ -16,17 +16,16 @@ from torsh_trainer.comm.compression.scatter import CompressedScatter
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
-    Clip,
     Engine,
     Job,
     LossReport,
     Mesh,
     MicroBatch,
-    StepOutcome,
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
+from torsh_trainer.strategies.trained import Change
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
@@ -188,6 +187,7 @@ class FSDPEngine(NativeEngine):
     """The engine of ``fsdp``: the model itself carries FSDP2's hooks."""
 
     whole_optimizers = False
+    evaluates_together = True
 
     def __init__(
         self,
@@ -211,8 +211,14 @@ class FSDPEngine(NativeEngine):
         )
         self._knobs = knobs
         self._roots: list[Any] = list(roots)
+        self._units = [
+            unit
+            for each in model.modules()
+            if hasattr(each, "_get_fsdp_state")
+            for unit in cast(Any, each)._get_fsdp_state()._fsdp_param_groups
+        ]
+        self._parts = self._all_parts()
         self._syncs = True
-        self._manual = job.manual
         self._shard_group = shard_group
         for module in model.modules() if scatter is not None else ():
             if hasattr(module, "set_custom_reduce_scatter"):
@@ -235,12 +241,29 @@ class FSDPEngine(NativeEngine):
         if self._knobs.zero_unused and sync:
             self._zero_unused()
 
-    def step_one(
-        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
-    ) -> StepOutcome:
-        # FSDP2 settles once which parameters have gradients: one freed later would get none.
-        self._refuse_freed(name, self._knobs.name)
-        return super().step_one(name, clip, measure_norm=measure_norm)
+    def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
+        # Within a forward a module has whole parameters in the place of its shards, which alone
+        # FSDP2 looks at: what was freed or frozen there is carried over. (A task that steps itself
+        # does so outside of any unit's forward.)
+        for part, trained in self._parts if loss is not None and not self._manual else ():
+            if trained is not getattr(part, "_unsharded_param", part.sharded_param).requires_grad:
+                part.sharded_param.requires_grad_(not trained)
+        return super()._settle(loss, shrinks=shrinks)
+
+    def _follow(self, change: Change) -> None:
+        # FSDP2 looks at every shard before a forward itself. But of a unit in which nothing trained
+        # it does not know the dtype to reduce gradients in.
+        for unit in self._units:
+            unit._init_mp_dtypes()
+        self._parts = self._all_parts()
+        for part, trained in self._parts:
+            if hasattr(part, "_unsharded_param"):
+                part.unsharded_param.requires_grad_(trained)
+
+    def _all_parts(self) -> list[tuple[Any, bool]]:
+        """What FSDP2 has of each parameter, and whether that trains."""
+        parts = [part for unit in self._units for part in unit.fsdp_params]
+        return [(part, part.sharded_param.requires_grad) for part in parts]
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:

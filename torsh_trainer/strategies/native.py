@@ -34,6 +34,7 @@ from torsh_trainer.strategies.state import (
     materialise_slots,
     optimizer_state,
 )
+from torsh_trainer.strategies.trained import Change, agree, change_of, has_changed, noted, replayed
 from torsh_trainer.task import Mean, Task
 
 DTYPES: dict[DTypeName, torch.dtype] = {
@@ -72,8 +73,12 @@ class NativeEngine(Engine):
         self.eval_module = eval_module
         self.comm = comm
         self._ranks = averaging_ranks * gradient_scale
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._manual = job.manual
+        self._named = dict(model.named_parameters())
+        self._parameters = [p for p in self._named.values() if p.requires_grad]
+        self._others = [p for p in self._named.values() if not p.requires_grad]
+        self._at_start = {name: p.requires_grad for name, p in self._named.items()}
+        self._names = {id(p): name for name, p in self._named.items()}
         self._sparse = bool(modules.sparse_embeddings(model))
         built = optimizers or job.build_optimizers(model.named_parameters())
         self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
@@ -84,9 +89,9 @@ class NativeEngine(Engine):
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
         self._last: dict[str, float] = {}
-        self._stepped_so_far: dict[str, int] = {}  # parameters, by optimizer
         self._clipped: dict[str, StepOutcome] = {}  # by optimizer, what its step will apply
         self._buffers_due = True  # the next training forward begins a step
+        self._buffers_differ = True  # between ranks, for all that an evaluation knows
         self._skip_nonfinite = job.skip_nonfinite or self._scaler is not None
         self._held = None if job.precision.gradients == "fp32" else DTYPES[job.precision.gradients]
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -107,15 +112,17 @@ class NativeEngine(Engine):
         if self._compression is not None:
             self._compression.begin(self._loss_scale)
         if len(micro_batches) == 1 and self._held is None:
-            return LossReport((self._micro_batch(micro_batches[0], total_weight, task),))
+            return LossReport((self._micro_batch(micro_batches[0], total_weight, task, last=True),))
         with self.without_sync():
-            parts = [self._added(mb, total_weight, task) for mb in micro_batches[:-1]]
-        parts.append(self._added(micro_batches[-1], total_weight, task))
+            parts = [self._added(mb, total_weight, task, last=False) for mb in micro_batches[:-1]]
+        parts.append(self._added(micro_batches[-1], total_weight, task, last=True))
         return LossReport(tuple(parts))
 
-    def _added(self, micro: MicroBatch, total_weight: float, task: Task) -> tuple[Tensor, float]:
+    def _added(
+        self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
+    ) -> tuple[Tensor, float]:
         """A micro-batch, after which gradients are rounded to the dtype that they are held in."""
-        part = self._micro_batch(micro, total_weight, task)
+        part = self._micro_batch(micro, total_weight, task, last=last)
         self._hold()
         return part
 
@@ -126,8 +133,9 @@ class NativeEngine(Engine):
             torch._foreach_copy_(gradients, [g.to(self._held) for g in gradients])
 
     def _micro_batch(
-        self, micro: MicroBatch, total_weight: float, task: Task
+        self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
     ) -> tuple[Tensor, float]:
+        """Loss and gradients of a micro-batch; the ``last`` of a step communicates."""
         batch, weight, rng_key = micro
         if rng_key is not None:
             for generator in self._generators:
@@ -140,6 +148,8 @@ class NativeEngine(Engine):
         factor = weight * self._ranks / total_weight
         if self._scaler is not None:
             factor *= self._scaler.scale
+        if last:
+            self._settle(loss)
         try:
             self._backpropagate(loss, factor)
         except (RuntimeError, AttributeError, TypeError) as error:
@@ -174,6 +184,10 @@ class NativeEngine(Engine):
     @property
     def loss_scaler(self) -> LossScaler | None:
         return self._scaler
+
+    @property
+    def compression(self) -> Compressed | None:
+        return self._compression
 
     @property
     def _loss_scale(self) -> float:
@@ -221,6 +235,8 @@ class NativeEngine(Engine):
     ) -> None:
         self._clipped.clear()
         self._buffers_due = self._buffers_due or sync
+        if sync:
+            self._settle(loss, shrinks=not self._manual)
         if self._compression is not None:
             self._compression.begin(self._loss_scale)
         if self._scaler is not None:
@@ -236,12 +252,16 @@ class NativeEngine(Engine):
     def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
         if self._buffers_due and self._shares_buffers(manual=manual):
             self._share_buffers()
-        self._buffers_due = False
+        self._buffers_due, self._buffers_differ = False, True
+        if manual:
+            self._settle(None)
         yield self.module
 
     @contextlib.contextmanager
     def evaluation_forward(self) -> Iterator[nn.Module]:
-        self._share_buffers()
+        if self._buffers_differ or self.model.training or self.evaluates_together:
+            self._share_buffers()
+            self._buffers_differ = False
         yield self.eval_module
 
     def clip_one(self, name: str, clip: Clip, *, measure_norm: bool = False) -> Tensor | None:
@@ -338,9 +358,14 @@ class NativeEngine(Engine):
             state["ema"] = self._ema.state_dict()
         if self._compression is not None:
             state["compression"] = self._compression.state_dict()
+        trains = noted(self._named, self._at_start)
+        if trains:
+            state["trains"] = trains
         return state
 
     def expect(self, saved: Mapping[str, Any]) -> None:
+        replayed(self._named, self.optimizers, saved)
+        self._settle(None)
         if self._compression is not None:
             self._compression.expect(saved.get("compression", {}))
 
@@ -404,31 +429,46 @@ class NativeEngine(Engine):
                 getattr(optimizer, "optim", optimizer).state.clear()  # zero1 wraps one
         self.zero_grad()
 
-    def _refuse_freed(self, name: str, strategy: str) -> None:
-        """For engines that settle at the start which parameters have gradients.
+    # -- what a hook or a callback frees or freezes ----------------------------------------------
+
+    keeps_frozen = False
+    """What trained and is frozen stays among those that take part, as one that no loss reaches."""
+
+    def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
+        """Follows what was freed or frozen since it was last called, and says whether any was.
+
+        The backward of ``loss`` is next, if there is one. Without ``shrinks`` nothing that is
+        frozen is dropped. Collective where something has changed.
 
         Raises:
-            Unsupported: an optimizer steps parameters that were frozen then.
+            ConfigError: other processes have freed or frozen others.
+            Unsupported: this engine cannot follow.
         """
-        groups = self.optimizers[name].param_groups
-        given = [p for group in groups for p in group["params"] if p.requires_grad]
-        if len(given) == self._stepped_so_far.get(name):
-            return
-        self._stepped_so_far[name] = len(given)
-        trains = {id(parameter) for parameter in self._parameters}
-        freed = [self._names[id(p)] for p in given if id(p) not in trains]
-        if freed:
-            raise Unsupported(
-                f"strategy={strategy} cannot honour parameters that were frozen at the start and "
-                f"train now: {', '.join(freed[:4])}",
-                fix="set strategy=ddp, or free them before the run and give them a rate of 0",
-                strategy=strategy,
-            )
+        shrinks = shrinks and not self.keeps_frozen
+        if not has_changed(self._parameters, self._others, shrinks=shrinks):
+            return False
+        change = change_of(self._named, self._parameters, shrinks=shrinks)
+        if not change.trained:  # the loss has no gradient, which is said later
+            return False
+        if change.freed or change.frozen:
+            agree(change, self.comm)
+        self._follow(change)
+        self._parameters, self._others = change.trained, change.others
+        if self._ema is not None:
+            self._ema.add(change.freed)
+        return True
+
+    def _follow(self, change: Change) -> None:
+        """Takes care of ``change``, the same on every rank, before it is the engine's own.
+
+        Raises:
+            Unsupported: this engine cannot.
+        """
 
     def _zero_unused(self) -> None:
         """Gradients of zero for parameters that no loss of this step has reached."""
         for parameter in self._parameters:
-            if parameter.grad is None:
+            if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
     # -- what a subclass says otherwise ---------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,11 +62,11 @@ def load_optimizers(
             held.state[parameters[parameter_name]] = dict(saved["state"][parameter_name])
         for parameter_name in mine - set(saved["state"]):
             held.state.pop(parameters[parameter_name], None)
-        _load_groups(optimizer, saved["groups"], names)
+        load_groups(optimizer, saved["groups"], names)
 
 
-def _load_groups(
-    optimizer: Optimizer, saved: list[Mapping[str, Any]], names: Mapping[int, str]
+def load_groups(
+    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Mapping[int, str]
 ) -> None:
     """Settings (lr, momentum, ...) that the parameters of a group were saved with.
 

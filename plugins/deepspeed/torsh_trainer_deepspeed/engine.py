@@ -17,6 +17,7 @@ from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Clip, Job, LossReport, MicroBatch, StepOutcome
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.state import load_optimizers
+from torsh_trainer.strategies.trained import SINCE_FREED, SINCE_FROZEN, Change
 from torsh_trainer.strategies.zero1 import own_attributes
 from torsh_trainer.task import Task
 from torsh_trainer_deepspeed.files import Files, SwapFolder, put
@@ -77,6 +78,13 @@ class DeepSpeedEngine(NativeEngine):
         ]
         wrapped.set_gradient_accumulation_boundary(True)
 
+    def _follow(self, change: Change) -> None:
+        # DeepSpeed averages whatever trains; what is noted here is whether it was reached.
+        self._hooks += [
+            p.register_post_accumulate_grad_hook(_noting(self._used, name))
+            for name, p in change.freed.items()
+        ]
+
     # -- one step -------------------------------------------------------------------------------
 
     def forward_backward(
@@ -91,6 +99,8 @@ class DeepSpeedEngine(NativeEngine):
     def _refuse_unused(self) -> None:
         trained = [name for name, p in self.model.named_parameters() if p.requires_grad]
         unused = [name for name in trained if name not in self._used]
+        if not unused:
+            return
         raise Unsupported(
             f"{len(unused)} parameters got no gradient, {unused[0]!r} among them, and DeepSpeed "
             "would update them as if theirs were zero",
@@ -142,6 +152,8 @@ class DeepSpeedEngine(NativeEngine):
                 fix="take it out, or use strategy=ddp or strategy=fsdp",
                 strategy="deepspeed",
             )
+        if sync:
+            self._settle(loss, shrinks=not self._manual)
         with contextlib.nullcontext() if sync else self.without_sync():
             self._backpropagate(loss, self._loss_scale)
         if sync:
@@ -213,7 +225,7 @@ class ZeroEngine(DeepSpeedEngine):
         )
         self._zero = wrapped.optimizer
         self._inner: Optimizer = self._zero.optimizer
-        self._partitioned = hasattr(self._zero, "fp16_groups")
+        self._partitioned = self.evaluates_together = hasattr(self._zero, "fp16_groups")
         self._frozen = self._frozen_values(masters)
         if self._partitioned:
             _note_whole_shapes(model)
@@ -238,6 +250,27 @@ class ZeroEngine(DeepSpeedEngine):
 
     # -- one step -------------------------------------------------------------------------------
 
+    def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
+        """Refuses what was freed for its optimizer, or frozen: the partitions are cut for good."""
+        freed = [p for p in self._others if p.requires_grad]
+        if freed:
+            (optimizer,) = self.optimizers.values()
+            stepped = {p for group in optimizer.param_groups for p in group["params"]}
+            self._refuse(SINCE_FREED, [p for p in freed if p in stepped])
+        if shrinks:
+            self._refuse(SINCE_FROZEN, [p for p in self._parameters if not p.requires_grad])
+        return False
+
+    def _refuse(self, how: str, parameters: Sequence[nn.Parameter]) -> None:
+        if parameters:
+            names = [self._names[id(p)] for p in parameters[:4]]
+            raise Unsupported(
+                f"strategy=deepspeed cannot honour parameters that {how}: {', '.join(names)}",
+                fix="set strategy.stage=0 or strategy=ddp, or let them train from beginning to "
+                "end, at a rate of 0 meanwhile",
+                strategy="deepspeed",
+            )
+
     def _backpropagate(self, loss: Tensor, factor: float) -> None:
         # DeepSpeed multiplies by the scale itself, and divides the gradients by it in its step.
         super()._backpropagate(loss, factor / self._loss_scale)
@@ -245,8 +278,7 @@ class ZeroEngine(DeepSpeedEngine):
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
         if clip.value is not None:
             raise _no_value_clipping()
-        ((name, optimizer),) = self.optimizers.items()
-        self._refuse_freed(name, "deepspeed")
+        (optimizer,) = self.optimizers.values()
         for ours, group in zip(optimizer.param_groups, self._inner.param_groups, strict=True):
             group.update({key: value for key, value in ours.items() if key in group.keys() - _OWN})
         self._zero.clip_grad = self._bounded(clip).norm or 0.0

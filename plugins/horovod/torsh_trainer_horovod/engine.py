@@ -18,6 +18,7 @@ from torsh_trainer.strategies.base import Clip, Engine, Job, LossReport, MicroBa
 from torsh_trainer.strategies.builtin import BuiltIn, BuiltInEngine
 from torsh_trainer.strategies.compressing import reducer_for
 from torsh_trainer.strategies.native import NativeEngine
+from torsh_trainer.strategies.trained import Change, refused
 from torsh_trainer.strategies.zero1 import own_attributes
 from torsh_trainer.task import Task
 from torsh_trainer_horovod import runtime
@@ -89,6 +90,7 @@ class HorovodEngine(NativeEngine):
         groups: Groups = None,
     ) -> None:
         self._knobs = knobs
+        self.keeps_frozen = knobs.find_unused_parameters
         self._running = runtime.start(comm, knobs.variables)
         hvd = self._running.hvd
         modules.share([*model.parameters(), *model.buffers()], comm)
@@ -109,6 +111,49 @@ class HorovodEngine(NativeEngine):
             gradient_scale=knobs.gradient_scale_on(comm.world),
             wrap_optimizer=_distributed(hvd, model, groups, options),
         )
+        self._hooked: set[nn.Parameter] = set()
+        for optimizer in self._distributed:
+            self._hooked |= optimizer._requires_update
+        if comm.world.size > 1 and not self._odd:
+            for name, parameter in self._named.items():
+                if parameter.requires_grad and parameter not in self._hooked:
+                    self._reduce_too(name, parameter)  # an optimizer may be given it later
+
+    @property
+    def _odd(self) -> str:
+        """The knob by which Horovod reduces otherwise than parameter by parameter."""
+        if self._knobs.groups is not None:
+            return "groups"
+        return "op" if self._knobs.op == "adasum" else ""
+
+    def _follow(self, change: Change) -> None:
+        if self._odd:
+            raise refused(self._knobs, change, use=f"leave strategy.{self._odd} at its default")
+        if self.comm.world.size == 1:
+            return
+        for optimizer in self._distributed:
+            optimizer._requires_update.difference_update(change.frozen.values())
+        for name, parameter in change.freed.items():
+            self._reduce_too(name, parameter)
+
+    def _reduce_too(self, name: str, parameter: nn.Parameter) -> None:
+        """Has Horovod reduce one more gradient, whichever optimizer steps by it."""
+        optimizer = self._distributed[0]
+        for other in self._distributed:
+            if any(parameter is p for group in other.param_groups for p in group["params"]):
+                optimizer = other
+        optimizer._requires_update.add(parameter)
+        if parameter in self._hooked:
+            return
+        # As Horovod does where it makes an optimizer its own.
+        self._hooked.add(parameter)
+        optimizer._parameter_names[parameter] = name
+        optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+        with torch.enable_grad():
+            view: Any = parameter.expand_as(parameter)
+        accumulated = view.grad_fn.next_functions[0][0]
+        accumulated.register_hook(optimizer._make_hook(parameter))
+        optimizer._grad_accs.append(accumulated)
 
     # -- one step --------------------------------------------------------------------------------
 

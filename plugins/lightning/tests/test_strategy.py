@@ -402,6 +402,51 @@ def test_compressed_gradients_travel_once_a_step_however_many_batches_it_has(on_
     assert losses[0] > 0
 
 
+class SavesAtOnce(Saves):
+    """Writes what was loaded, before anything is trained."""
+
+    def on_train_start(self, trainer, *_):
+        trainer.save_checkpoint(self.path)
+
+
+def owing(world, port, folder, name, path) -> dict[str, Any]:
+    """The checkpoint of a rank that compresses: halfway, or as it was loaded from ``path``."""
+    as_torchrun(world, port, folder)
+    with Leaves():
+        told, goes_on = folder / "told.ckpt", path.exists()
+        trainer = fitted(
+            TorshStrategy(name, compression=TopK(0.1, min_size=0)),
+            net("SGD"),
+            folder,
+            devices=world.size,
+            callbacks=[SavesAtOnce(told) if goes_on else Saves(told)],
+            ckpt_path=path if goes_on else None,
+        )
+        trainer.strategy.barrier()
+        saved: dict[str, Any] = torch.load(told, weights_only=True)
+        trainer.strategy.barrier()
+        if world.is_main:
+            told.unlink()
+        return saved
+
+
+@pytest.mark.parametrize("name", ["ddp", "gloo"])
+def test_what_compression_owes_is_in_a_checkpoint(on_ranks, tmp_path, name):
+    path, key = tmp_path / "half.ckpt", "torsh_trainer.compression"
+    content = on_ranks(owing, tmp_path, name, path)[0]
+    owed = content[key]["residual"]
+    assert owed["head.weight"].shape == (2, 3, 8)
+    assert owed["head.weight"].any(dim=(1, 2)).all()
+    torch.save(content, path)
+    again = on_ranks(owing, tmp_path, name, path)[0]
+    torch.testing.assert_close(again[key]["residual"], owed, rtol=0, atol=0)
+    assert again[key]["step"] == SAVED_AT
+    fitted("auto", net("SGD"), tmp_path, ckpt_path=path)  # Lightning itself passes it over
+    torch.save({k: v for k, v in content.items() if k != key}, path)
+    without = on_ranks(owing, tmp_path, name, path)[0]
+    assert not without[key]["residual"]["head.weight"].any()
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

@@ -129,6 +129,14 @@ def joined(configured: Configured, engine: Engine) -> None:
             optimizer.param_groups = stepped.param_groups
 
 
+def rejoined(configured: Configured, engine: Engine) -> None:
+    """As ``joined``, after a callback has given the module's optimizers other groups."""
+    for name, optimizer in configured.by_name.items():
+        stepped = engine.optimizers.get(name, optimizer)
+        if stepped.param_groups is not optimizer.param_groups:
+            stepped.param_groups = optimizer.param_groups
+
+
 @contextlib.contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
     """Within, modes of the module and its parts may change; then they are what they were."""

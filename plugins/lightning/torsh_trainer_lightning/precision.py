@@ -33,6 +33,10 @@ if TYPE_CHECKING:  # the strategy makes its plugin
     from torsh_trainer_lightning.strategy import EngineStrategy
 
 
+COMPRESSION = "torsh_trainer.compression"
+"""Where a ``.ckpt`` has what compression keeps; Lightning passes it over."""
+
+
 class StepWatcher:
     """Whom a strategy tells of the steps of its optimizers; this one does not listen."""
 
@@ -154,10 +158,10 @@ class EnginePrecision(LightningPrecision):
                 measure_norm=strategy.watcher.before_step(),
             )
 
-    # -- checkpoints: the loss scale where Lightning has it ---------------------------------------
+    # -- checkpoints: the loss scale where Lightning has it, and what Lightning has not ------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the loss scale under the name of Lightning's plugin."""
+        """Writes the loss scale under the name of Lightning's plugin, and residuals under ours."""
         scaler = self._strategy.loss_scaler
         if scaler is not None:
             checkpoint["MixedPrecision"] = {
@@ -167,15 +171,21 @@ class EnginePrecision(LightningPrecision):
                 "growth_interval": scaler.options.growth_interval,
                 "_growth_tracker": scaler.state_dict().get("good_steps", 0),
             }
+        kept = self._strategy.held.compression() if self._strategy.trains else {}
+        if kept:
+            checkpoint[COMPRESSION] = kept
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the loss scale that a checkpoint has, if any."""
+        """Takes the loss scale and the residuals that a checkpoint has, if any."""
         scaler, saved = self._strategy.loss_scaler, checkpoint.get("MixedPrecision")
         if scaler is not None and saved:
             known = scaler.state_dict()
             scaler.load_state_dict(
                 {**known, "scale": saved["scale"], "good_steps": saved["_growth_tracker"]}
             )
+        owed = checkpoint.get(COMPRESSION)
+        if owed and self._strategy.trains:
+            self._strategy.held.load_compression(owed)
 
 
 def asked_of(plugin: FabricPrecision) -> Precision:

@@ -119,6 +119,36 @@ class Held:
             }
         self.engine.load_state_dict({**template, "optimizer": loaded})
 
+    # -- the compression of gradients ------------------------------------------------------------
+
+    def compression(self) -> dict[str, Any]:
+        """What it keeps, with what every rank still owes; empty where nothing is compressed."""
+        if self.engine.compression is None:
+            return {}
+        kept = self.engine.compression.state_dict()
+        owed = {name: {"": value} for name, value in kept.get("residual", {}).items()}
+        found = whole.gathered(owed, self.comm)
+        if not self.comm.world.is_main:
+            return {}
+        shared = {name: value.cpu().clone() for name, value in kept.get("shared", {}).items()}
+        return {**kept, "residual": {n: one[""] for n, one in found.items()}, "shared": shared}
+
+    def load_compression(self, saved: Mapping[str, Any]) -> None:
+        """Takes what ``compression`` gave, on this or another number of ranks."""
+        if self.engine.compression is None:
+            return
+        self.engine.compression.expect(saved)
+        template = self.engine.compression.template()
+        filled = {
+            kind: {
+                name: whole.cut(saved[kind][name], like)
+                for name, like in template.get(kind, {}).items()
+                if name in saved[kind]
+            }
+            for kind in ("residual", "shared")
+        }
+        self.engine.compression.load({**saved, **filled})
+
 
 def _cut(
     saved: Mapping[str, Mapping[str, Any]], held: Mapping[str, Mapping[str, Any]]

@@ -36,6 +36,7 @@ from torsh_trainer_lightning.adapter import (
     ModuleTask,
     configured,
     prepared,
+    rejoined,
     through,
 )
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
@@ -48,6 +49,7 @@ from torsh_trainer_lightning.precision import (
 )
 from torsh_trainer_lightning.processes import Processes, chosen, no_grad
 from torsh_trainer_lightning.state import Held, is_apart
+from torsh_trainer_lightning.together import Together, undone
 from torsh_trainer_lightning.translated import Translation, of_deepspeed, of_horovod
 
 
@@ -77,6 +79,7 @@ class EngineStrategy(Processes, ParallelStrategy):
         self.watcher = StepWatcher()
         """Who is told of the steps of optimizers."""
         self._engine: Engine | None = None
+        self._together: Together | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -103,6 +106,7 @@ class EngineStrategy(Processes, ParallelStrategy):
             Unsupported: an optimizer that the engine cannot step.
         """
         self._engine = engine
+        self._together = self._agreement(engine)
         self.configured = configured
         self.model = engine.module
         self.optimizers = list(configured.optimizers)
@@ -111,11 +115,30 @@ class EngineStrategy(Processes, ParallelStrategy):
             if wants_closure(optimizer):
                 self.check_steps_itself(optimizer)
 
+    def _agreement(self, engine: Engine) -> Together | None:
+        if not engine.evaluates_together or self.comm.world.size == 1:
+            return None
+        data: Any = self._module.trainer
+        for holder in (self._module, getattr(data, "datamodule", None)):
+            if getattr(holder, "allow_zero_length_dataloader_with_multiple_devices", False):
+                raise Unsupported(
+                    "a model that is cut over the ranks cannot honour "
+                    "allow_zero_length_dataloader_with_multiple_devices: all of them take part in "
+                    "every forward",
+                    fix="leave it out, or use strategy=ddp",
+                )
+        return Together(self.comm)
+
     @property
     def engine(self) -> Engine:
         """The engine; there is one while training."""
         assert self._engine is not None
         return self._engine
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an engine."""
+        return self._engine is not None
 
     @property
     def is_distributed(self) -> bool:
@@ -197,9 +220,29 @@ class EngineStrategy(Processes, ParallelStrategy):
         module = self._module
         if self._engine is None:
             return getattr(module, method)(*args, **kwargs)
+        result = self._forwarded(self._engine, method, *args, **kwargs)
+        if self._together is not None:
+            trainer = module.trainer
+            loop: Any = trainer._active_loop
+            for _ in self._together.rest(last=loop.batch_progress.is_last_batch):
+                with undone(module, trainer._results, self.root_device):
+                    self._forwarded(self._engine, method, *args, **kwargs)
+        return result
+
+    def _forwarded(self, engine: Engine, method: str, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
         apart = no_grad() if torch.is_inference_mode_enabled() and is_apart(module) else _AS_IT_IS
-        with apart, self._engine.evaluation_forward() as wrapper:
+        with apart, engine.evaluation_forward() as wrapper:
             return through(wrapper, module, method, *args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """Ranks agree on the forwards that they make together, where they do."""
+        if self._together is not None:
+            loop: Any = self._module.trainer._active_loop
+            self._together.begin(loop._data_fetcher)
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -228,6 +271,10 @@ class EngineStrategy(Processes, ParallelStrategy):
                 f"{type(self.configured.by_name[name]).__name__} is given one",
                 fix='use TorshStrategy("ddp") or TorshStrategy("single")',
             )
+
+    def on_train_start(self) -> None:
+        """Callbacks have been told that a fit starts, and may have changed the optimizers."""
+        rejoined(self.configured, self.engine)
 
     # -- checkpoints: whole, on rank 0 -----------------------------------------------------------
 
@@ -261,6 +308,7 @@ class EngineStrategy(Processes, ParallelStrategy):
         Raises:
             ConfigError: they are of other optimizers.
         """
+        rejoined(self.configured, self.engine)  # callbacks may have been restored before
         ours, states = list(self.configured.by_name), checkpoint["optimizer_states"]
         if len(ours) != len(states):
             raise ConfigError(
@@ -490,7 +538,7 @@ class TorshStrategy(EngineStrategy):
         return not is_apart(held.module) and all(map(held.whole_state, held.optimizers))
 
     def _let_go(self) -> None:
-        engine, self._engine = self._engine, None
+        engine, self._engine, self._together = self._engine, None, None
         if engine is not None:
             engine.close()
             self.model = self.lightning_module

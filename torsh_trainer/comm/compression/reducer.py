@@ -76,10 +76,11 @@ class Pending:
 class GradientReducer:
     """Averages gradients over the ranks of ``comm`` as ``knobs`` say; one for an engine.
 
-    ``parameters`` (name -> tensor, those that train, on their device) are all that it will ever be
-    handed. Buckets may be cut anyhow and change from step to step: every parameter is compressed on
-    its own, so that the result does not depend on it. Ranks hand in the same buckets in the same
-    order. Call ``advance`` after each optimizer step. ``wire`` is other collectives than torch's.
+    ``parameters`` (name -> tensor, those that train, on their device) are all that it will be
+    handed before an ``add``. Buckets may be cut anyhow and change from step to step: every
+    parameter is compressed on its own, so that the result does not depend on it. Ranks hand in the
+    same buckets in the same order. Call ``advance`` after each optimizer step. ``wire`` is other
+    collectives than torch's.
 
     Raises:
         ConfigError: a pattern of ``exclude`` matches nothing; there is one process.
@@ -105,23 +106,48 @@ class GradientReducer:
         self._draw = Draw(seed)
         self._method = knobs.method(self.wire, self._draw)
         self._shapes = {name: tensor.shape for name, tensor in parameters.items()}
-        self._compressed = self._chosen(parameters)
+        self._compressed: dict[str, Tensor] = {}
         self.residuals: dict[str, Tensor] = {}
-        if knobs.keeps_residual:
-            self.residuals = {
-                name: torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)
-                for name, tensor in self._compressed.items()
-            }
+        self._take(self._chosen(parameters))
         self._unit = 1.0
         self._seen: set[str] = set()  # in this reduction
 
+    def add(self, parameters: Mapping[str, Tensor]) -> None:
+        """Is handed these too from here on; those that it knows already keep what they owe.
+
+        Raises:
+            Unsupported: a gradient's dtype cannot be compressed.
+        """
+        new = {name: tensor for name, tensor in parameters.items() if name not in self._shapes}
+        self._shapes.update({name: tensor.shape for name, tensor in new.items()})
+        self._take(self._compressible(new))
+
+    def _take(self, chosen: Mapping[str, Tensor]) -> None:
+        self._compressed.update(chosen)
+        if self.knobs.keeps_residual:
+            for name, tensor in chosen.items():
+                self.residuals[name] = torch.zeros(
+                    tensor.numel(), dtype=torch.float32, device=tensor.device
+                )
+
     def _chosen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        excluded: set[str] = set()
         for pattern in self.knobs.exclude:
-            found = matching(pattern, parameters)
-            if not found:
+            if not matching(pattern, parameters):
                 raise no_match(pattern, parameters, option="compression.exclude")
-            excluded.update(found)
+        chosen = self._compressible(parameters)
+        if not chosen:
+            log.warning(
+                "compression=%s compresses nothing: every parameter is excluded, has fewer than "
+                "%d elements, or would not shrink",
+                self.knobs.name,
+                self.knobs.min_size,
+            )
+        return chosen
+
+    def _compressible(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        excluded = {
+            name for pattern in self.knobs.exclude for name in matching(pattern, parameters)
+        }
         chosen = {}
         for name, tensor in parameters.items():
             if name in excluded or tensor.numel() < max(1, self.knobs.min_size):
@@ -134,13 +160,6 @@ class GradientReducer:
                 )
             if self._method.takes(tensor.shape):
                 chosen[name] = tensor.detach()
-        if not chosen:
-            log.warning(
-                "compression=%s compresses nothing: every parameter is excluded, has fewer than "
-                "%d elements, or would not shrink",
-                self.knobs.name,
-                self.knobs.min_size,
-            )
         return chosen
 
     # -- buckets ---------------------------------------------------------------------------------

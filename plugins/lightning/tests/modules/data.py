@@ -7,7 +7,7 @@ from pathlib import Path
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 FEATURES = 6
 CLASSES = 3
@@ -63,6 +63,16 @@ class Samples(L.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         self.passed = state_dict["passed"]
+
+
+class Shares(Samples):
+    """The same global batches, in order, however many ranks share them."""
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        assert self.trainer is not None
+        ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        sampler = DistributedSampler(self.train, ranks, rank, shuffle=False)
+        return DataLoader(self.train, self.hparams.batch_size // ranks, sampler=sampler)
 
 
 class Rows(Dataset[Tensor]):

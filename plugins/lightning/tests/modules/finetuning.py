@@ -57,3 +57,71 @@ class Milestones(BaseFinetuning):
             self.unfreeze_and_add_param_group(
                 pl_module.backbone[-1], optimizer, initial_denom_lr=10.0
             )
+
+
+class Stack(L.LightningModule):
+    """Without anything that depends on how a batch is cut over processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.head = nn.Linear(8, CLASSES)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=0.2, momentum=0.9, weight_decay=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class Thaws(BaseFinetuning):
+    """Begins with the head alone, frees the backbone layer by layer, and freezes the head."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer
+    ) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(
+                pl_module.backbone[-1], optimizer, initial_denom_lr=2.0
+            )
+        if epoch == 2:
+            self.freeze(pl_module.head)
+            self.unfreeze_and_add_param_group(pl_module.backbone[0], optimizer, lr=0.1)
+        if epoch == 3:
+            self.make_trainable(pl_module.head)
+
+
+class Freezes(BaseFinetuning):
+    """All of it trains at first, and the head no longer after an epoch."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        pass
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer
+    ) -> None:
+        if epoch == 1:
+            self.freeze(pl_module.head)
+
+
+class ThawsWithin(Stack):
+    """Frees and freezes in its own step, before it calls its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 2:
+            self.backbone.requires_grad_(True)
+        if self.global_step == 5:
+            self.head.requires_grad_(False)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)

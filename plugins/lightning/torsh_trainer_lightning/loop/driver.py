@@ -31,6 +31,8 @@ from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, Traini
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import Stop
 from torsh_trainer.strategies.base import Clip, StepOutcome
+from torsh_trainer.strategies.state import load_groups
+from torsh_trainer_lightning.adapter import rejoined
 from torsh_trainer_lightning.loop.fit import Host
 from torsh_trainer_lightning.loop.kept import (
     Entries,
@@ -500,6 +502,7 @@ class LightningLoop(OwnLoop, Host):
             "draws": state["feed"].get(rank),
             "rng": state["rng"].get(rank),
             "logged": state["loop"].get("logged", {}),
+            "optimizers": state["engine"]["optimizer"],
         }
         facade = self._facade
         facade._checkpoint_connector._loaded_checkpoint = found
@@ -524,6 +527,7 @@ class LightningLoop(OwnLoop, Host):
         if pending is None:
             return
         facade, found = self._facade, pending["state"]
+        self._regroup(pending["optimizers"])
         own, frame = found["torsh_trainer"], facade.fit_loop
         for config, state in zip(facade.lr_scheduler_configs, found["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)
@@ -533,6 +537,14 @@ class LightningLoop(OwnLoop, Host):
         if own["batches"] is not None:
             self._go_on(own, pending)
         self._go_from = {"own": own, "rng": pending["rng"]}
+
+    def _regroup(self, saved: Mapping[str, Any]) -> None:
+        """Settings of the optimizers' groups once more: callbacks may have put back older ones."""
+        engine, configured = self.engine, self._facade.strategy.configured
+        rejoined(configured, engine)
+        names = {id(p): name for name, p in engine.model.named_parameters()}
+        for name, optimizer in engine.optimizers.items():
+            load_groups(optimizer, saved[name]["groups"], names)
 
     def _go_on(self, own: Mapping[str, Any], pending: Mapping[str, Any]) -> None:
         """In the middle of an epoch, after as many batches, with the same ones to come."""
