@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
-# Processes of the parallel part of the tests.
-JOBS ?= 2
+# Processes of the tests: one more than two cores, since many a test waits for what it has started.
+JOBS ?= 3
 PLUGINS := plugins/deepspeed plugins/horovod plugins/lightning plugins/mpi
 COMMA := ,
 
@@ -17,8 +17,7 @@ demo: $(VENV)/.installed-recipes  ## train the digits recipe with DDP on two pro
 	$(PY) -m torsh_trainer +recipe=digits strategy=ddp launcher.num_processes=2
 
 test: lint docs  ## lint, types, import rules, strict docs, then the tests
-	$(PY) -m pytest -q -m alone || [ $$? -eq 5 ]
-	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not alone"
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 	$(PY) -m ruff check .

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from torsh_trainer.importing import collector_at_rest
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -39,7 +41,8 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 def __getattr__(name: str) -> Any:
     """Public names load on first use, so that the door answers --help without importing torch."""
     if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+        with collector_at_rest():  # torch comes along
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'torsh_trainer' has no attribute {name!r}")
 
 

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.importing import collector_at_rest
 
 SHOWN = 6
 
@@ -44,7 +45,8 @@ def imported(path: str, *, option: str) -> Any:
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     try:
-        module = importlib.import_module(module_name)
+        with collector_at_rest():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise ConfigError(

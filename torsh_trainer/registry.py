@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.importing import collector_at_rest
 
 STRATEGIES = {
     "auto": "torsh_trainer.strategies.auto:Auto",
@@ -87,7 +88,8 @@ def plugin_folders() -> dict[str, Path]:
 def load(reference: str) -> Any:
     """The object behind ``package.module:name``."""
     module, _, name = reference.partition(":")
-    return getattr(importlib.import_module(module), name)
+    with collector_at_rest():
+        return getattr(importlib.import_module(module), name)
 
 
 def strategy_class(name: str) -> Any:

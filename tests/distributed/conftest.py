@@ -39,6 +39,9 @@ from torsh_trainer.trainer import run_in
 from torsh_trainer.world import World
 
 RANKS = 2
+SURVIVES_S = 0.5
+"""How long a rank whose peer was killed lives on: long for all that it does by itself; then it
+waits for the peer, and what it says at last nobody reads."""
 X = torch.randn(44, 64, generator=torch.Generator().manual_seed(1))
 Y = X[:, :8].sin().sum(1, keepdim=True)
 
@@ -170,7 +173,7 @@ class Run:
         diary = self.folder / "diary.jsonl"
         diary.unlink(missing_ok=True)
         life = Life()
-        with RankPool(RANKS, join=False) as pool:
+        with RankPool(RANKS, join=False, grace_s=SURVIVES_S) as pool:
             pool.run(_nothing)
             thread = threading.Thread(target=assassin or _nobody, args=(pool.pids,))
             thread.start()

@@ -6,6 +6,7 @@ import gzip
 import struct
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -58,6 +59,16 @@ def test_digits_are_those_of_scikit_learn_each_in_one_part() -> None:
     x, y = fetched(source.train, [5, 2])
     assert (x.shape, x.dtype, y.dtype) == ((2, 1, 8, 8), torch.float32, torch.int64)
     assert 0 <= x.min() <= x.max() <= 1
+
+
+def test_the_digits_are_asked_of_the_library_where_their_file_is_not_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = Digits().train.tensors
+    nowhere = SimpleNamespace(submodule_search_locations=["/nowhere"])
+    monkeypatch.setattr("torsh_trainer.tasks.digits.find_spec", lambda name: nowhere)
+    asked = Digits().train.tensors
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(read, asked, strict=True))
 
 
 def test_every_part_of_the_digits_has_the_classes_in_equal_shares() -> None:
@@ -127,7 +138,8 @@ def test_augmentation_draws_from_the_generator_that_the_loader_seeds() -> None:
 
 
 def test_scikit_learn_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    for name in ("sklearn", "sklearn.datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ResourceError, match=r"needs the library sklearn.*torsh-trainer\[recipes\]"):
         _ = Digits().train
 

@@ -26,6 +26,7 @@ from torsh_trainer.assemble.plan import (
 from torsh_trainer.assemble.values import fitted
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.importing import load_for_good
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.local import Local
 from torsh_trainer.world import World
@@ -111,7 +112,8 @@ def launched(
 
 def work(world: World, order: Order) -> dict[str, Any]:
     """One process of the job: assembles the trainer and runs it in its place."""
-    # torch loads here, in the processes that train.
+    # torch loads here, in the processes that train; the first optimizer imports torch._dynamo.
+    load_for_good("torsh_trainer.trainer", "torch._dynamo")
     from torsh_trainer.trainer import run_in
 
     import_from(order.import_paths)

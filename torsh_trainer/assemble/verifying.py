@@ -20,6 +20,7 @@ from torsh_trainer.assemble.plan import plan
 from torsh_trainer.course import Likened
 from torsh_trainer.data.arithmetic import batch_numbers
 from torsh_trainer.errors import ConfigError, TorshError
+from torsh_trainer.importing import load_for_good
 from torsh_trainer.launchers.hardware import accelerators
 from torsh_trainer.rundir import fresh_name
 from torsh_trainer.verify import page, running, table, written
@@ -127,7 +128,8 @@ class WatchedOrder(Order):
 
 def watched(world: World, order: WatchedOrder) -> dict[str, Any]:
     """One process of a run that a witness writes down, step by step."""
-    # torch loads here, in the processes that train.
+    # torch loads here, in the processes that train; the first optimizer imports torch._dynamo.
+    load_for_good("torsh_trainer.trainer", "torch._dynamo")
     from torsh_trainer.trainer import run_in
     from torsh_trainer.verify.witness import Watched, Witness
 

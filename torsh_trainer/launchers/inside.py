@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import cloudpickle
 
+from torsh_trainer.importing import collector_at_rest
 from torsh_trainer.launchers.failures import failure_of
 from torsh_trainer.launchers.messages import Sender
 from torsh_trainer.signals import ends_with_its_run
@@ -109,7 +110,8 @@ def main(words: list[str]) -> int:
 def _run(payload: Payload, place: int) -> bytes:
     """The pickled answer; only that of the first process here is ever asked for."""
     _take_surroundings(payload)
-    entry, args = pickle.loads(payload.call)
+    with collector_at_rest():  # it imports what the entry needs
+        entry, args = pickle.loads(payload.call)
     if not getattr(entry, "reports_ready", False):
         report_ready()
     answer = entry(payload.worlds[place], *args)

@@ -60,8 +60,8 @@ class RankPool:
 
     ``device`` is cpu or cuda (one GPU for each rank). With ``join=False`` the processes make no
     group, and a case is given its ``World``, with a place to meet, instead of a communicator. The
-    processes start at the first case and are killed and replaced after one that failed. Use it as
-    a context manager, or ``close`` it.
+    processes start at the first case and are killed and replaced after one that failed; ``grace_s``
+    is how long the others then have to say something. Use it as a context manager, or ``close`` it.
     """
 
     def __init__(
@@ -71,8 +71,10 @@ class RankPool:
         device: str = "cpu",
         options: CommOptions = OPTIONS,
         join: bool = True,
+        grace_s: float = _GRACE_S,
     ) -> None:
         self.world_size = world_size
+        self._grace_s = grace_s
         self._join = join
         self._device = device
         self._options = options
@@ -177,7 +179,7 @@ class RankPool:
                 number = waiting.pop(connection)
                 answers[number] = self._answer(number)
                 if answers[number].error is not None:
-                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    deadline = min(deadline, time.monotonic() + self._grace_s)
         return answers
 
     def _answer(self, number: int) -> _Answer:
@@ -280,6 +282,7 @@ def _live(
     except Exception:  # noqa: BLE001 - whatever it is, the test must see it
         _answer_next(connection, _Answer(None, f"could not join:\n{traceback.format_exc()}"))
         return
+    loaded = len(sys.modules)
     while True:
         try:
             payload = connection.recv_bytes()
@@ -287,6 +290,9 @@ def _live(
             return
         connection.send_bytes(_outcome(place, payload))
         gc.collect()
+        if len(sys.modules) > loaded:  # nor is what the case has imported: an engine's library
+            gc.freeze()
+            loaded = len(sys.modules)
 
 
 def _answer_next(connection: Connection, answer: _Answer) -> None:

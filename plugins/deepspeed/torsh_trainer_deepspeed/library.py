@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.importing import collector_at_rest
 from torsh_trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def load(comm: Communicator) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         # Imported here: it takes seconds, and chooses its accelerator.
-        import deepspeed
+        with collector_at_rest():
+            import deepspeed
         from deepspeed.accelerator import get_accelerator
     except ImportError as error:
         raise ResourceError(f"DeepSpeed cannot be imported: {error}", fix=MISSING) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from torsh_trainer.testing.guarantees.page import page_of
@@ -13,13 +14,13 @@ from torsh_trainer.testing.guarantees.reading import read
 PAGE = Path("docs") / "guarantees.md"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 1 where ``--check`` finds the page out of date."""
     parser = argparse.ArgumentParser(prog="python -m torsh_trainer.testing.guarantees")
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit 1 if the page is out of date"
     )
-    check = parser.parse_args().check
+    check = parser.parse_args(argv).check
     page = page_of(read(Path.cwd()))
     before = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
     if page == before:
