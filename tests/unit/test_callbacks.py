@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 import math
 import pickle
@@ -17,7 +16,6 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
 
 from torsh_trainer.callbacks import logger as logger_module
@@ -28,7 +26,7 @@ from torsh_trainer.callbacks.jsonl import Jsonl
 from torsh_trainer.callbacks.mlflow import MLflow
 from torsh_trainer.callbacks.profiler import Profiler
 from torsh_trainer.callbacks.summary import summarise
-from torsh_trainer.callbacks.tensorboard import TensorBoard, record
+from torsh_trainer.callbacks.tensorboard import TensorBoard
 from torsh_trainer.callbacks.throughput import Throughput
 from torsh_trainer.callbacks.wandb import WandB
 from torsh_trainer.errors import ConfigError, ResourceError
@@ -256,13 +254,6 @@ def test_tensorboard_reads_back_every_scalar(tmp_path):
     assert [event.value for event in events.Scalars("eval/accuracy")] == [0.5, 1.0]
     assert [event.value for event in events.Scalars("test/accuracy")] == [0.75]
     assert events.Scalars("train/lr")[0].wall_time == pytest.approx(time.time(), abs=600)
-
-
-def test_a_record_is_the_one_that_tensorboards_own_writer_makes():
-    for data in (b"", bytes(range(256)), bytes(range(255, 0, -1)) * 40):
-        written = io.BytesIO()
-        RecordWriter(written).write(data)
-        assert record(data) == written.getvalue()
 
 
 def test_tensorboard_is_readable_while_the_run_goes_on(tmp_path):

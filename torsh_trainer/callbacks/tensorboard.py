@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,8 +57,7 @@ class _EventFile(Sink):
     """TensorBoard's own records, written here and now.
 
     torch.utils.tensorboard takes over a second to import, and loads TensorFlow where it finds it;
-    tensorboard's own writer of records loads boto3. The messages below are all that scalars need.
-    One event holds a whole row. ``begins_at`` is
+    the two modules below are all that scalars need. One event holds a whole row. ``begins_at`` is
     the step that a resumed run makes first: TensorBoard shows nothing of earlier files from there.
     """
 
@@ -67,13 +65,14 @@ class _EventFile(Sink):
         # Imported late: only a run that logs pays for it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab")
+            self._records = RecordWriter(self._path.open("ab"))
             self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
             if begins_at is not None:
                 start = SessionLog(status=SessionLog.START)
@@ -96,35 +95,8 @@ class _EventFile(Sink):
         )
 
     def _put(self, event: object) -> None:
-        self._file.write(record(event.SerializeToString()))  # type: ignore[attr-defined]
-        self._file.flush()
+        self._records.write(event.SerializeToString())  # type: ignore[attr-defined]
+        self._records.flush()
 
     def close(self, *, failed: bool) -> None:
-        self._file.close()
-
-
-def record(data: bytes) -> bytes:
-    """``data`` as a record of an event file: its length and itself, each followed by its checksum.
-
-    https://www.tensorflow.org/tutorials/load_data/tfrecord
-    """
-    length = struct.pack("<Q", len(data))
-    return length + _masked_checksum(length) + data + _masked_checksum(data)
-
-
-def _masked_checksum(data: bytes) -> bytes:
-    value = 0xFFFFFFFF
-    for byte in data:
-        value = _CRC32C[(value ^ byte) & 0xFF] ^ (value >> 8)
-    value ^= 0xFFFFFFFF
-    masked = ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF
-    return struct.pack("<I", masked)
-
-
-def _crc32c_of_a_byte(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, reversed
-    return byte
-
-
-_CRC32C = tuple(map(_crc32c_of_a_byte, range(256)))
+        self._records.close()
