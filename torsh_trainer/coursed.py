@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torsh_trainer.callbacks.base import RunInfo
-from torsh_trainer.comm.base import Communicator
 from torsh_trainer.course import Course, OwnLoop, Parts, Restored, Setting
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.membership import Membership
-from torsh_trainer.rank import SAME, Origin, Rank, job_with, knob_facts
-from torsh_trainer.strategies.base import Job, Mesh, Strategy
+from torsh_trainer.rank import Origin, Rank, job_with, knob_facts
+from torsh_trainer.strategies.base import Job
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
@@ -30,20 +27,10 @@ def rank_class(task: Task) -> type[Rank]:
 class CoursedRank(Rank):
     """The parts of a run on one process, where the task brings its own loop."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        world: World,
-        comm: Communicator,
-        mesh: Mesh,
-        strategy: Strategy,
-        run_dir: Path,
-        began: float,
-        membership: Membership = SAME,
-    ) -> None:
-        super().__init__(trainer, world, comm, mesh, strategy, run_dir, began, membership)
-        _refuse(self.trainer, world)
-        setting = Setting(self.trainer, comm, mesh, run_dir)
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        _refuse(self.trainer, self.world)
+        setting = Setting(self.trainer, self.comm, self.mesh, self.run_dir)
         self.course: Course = self.task.course(setting)
 
     def _found_origin(self) -> Origin | None:

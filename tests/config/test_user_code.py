@@ -87,3 +87,42 @@ def test_a_place_that_a_recipe_has_filled_from_a_group_takes_another_option(tmp_
     for choice, features in (([], 4), (["mine/sizes@model=large"], 8)):
         config = door(*args, *choice, "--cfg", "job").config
         assert config["model"]["in_features"] == features
+
+
+SAYS = """
+import json
+import os
+
+from torsh_trainer.callbacks.base import Callback
+
+
+class Says(Callback):
+    def __init__(self, **said):
+        self.said = said
+
+    def on_start(self, info):
+        with open(f"said-{os.environ['RANK']}.json", "w") as file:
+            json.dump(self.said, file)
+"""
+
+
+def test_what_hydra_and_the_clock_say_is_the_same_on_processes_that_torchrun_has_started(
+    project, warm_door
+):
+    (project / "my_project" / "says.py").write_text(SAYS)
+    says = {
+        "_target_": "my_project.says.Says",
+        "folder": "${vars.paths.output_dir}/kept",
+        "at": "${now:%H-%M-%S-%f}",
+        "size": "${hydra:runtime.choices}",
+    }
+    args = ["--config-dir", "conf", "+recipe=waves", "trainer.max_steps=1", "strategy=ddp"]
+    args += [f"+callbacks.says.{name}={value}" for name, value in says.items()]
+    args += ["vars.paths.output_dir=${hydra:runtime.output_dir}"]
+    answer = warm_door(args, project, processes=2)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    main, other = (json.loads((project / f"said-{rank}.json").read_text()) for rank in range(2))
+    assert main == other
+    (run,) = project.glob("runs/waves/*")
+    assert main["folder"] == f"{run}/kept"
+    assert main["size"]["strategy"] == "ddp"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -23,7 +23,7 @@ from torsh_trainer.assemble.plan import (
     plan_call,
     target_of,
 )
-from torsh_trainer.assemble.values import fitted
+from torsh_trainer.assemble.values import filled, fitted
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.importing import load_for_good
@@ -65,13 +65,15 @@ class Order:
     """All that a process of the job needs: plain values, which cross processes.
 
     ``config`` is the resolved configuration, ``command`` what would start this run again,
-    ``import_paths`` where user code is found.
+    ``import_paths`` where user code is found. ``said`` is what rank 0 alone knows of it, by place;
+    elsewhere the marks that stand there instead.
     """
 
     config: Mapping[str, Any]
     run_dir: Path | None
     command: tuple[str, ...]
     import_paths: tuple[str, ...]
+    said: Mapping[str, Any] = field(default_factory=dict)
 
 
 Ordered = TypeVar("Ordered", bound=Order)
@@ -84,6 +86,7 @@ def run(
     command: Sequence[str],
     env: Mapping[str, str],
     import_paths: Sequence[str],
+    said: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Runs a resolved configuration in the processes that its launcher starts.
 
@@ -92,7 +95,8 @@ def run(
     Raises:
         TorshError: see errors.py.
     """
-    return launched(work, Order(config, run_dir, tuple(command), tuple(import_paths)), env)
+    order = Order(config, run_dir, tuple(command), tuple(import_paths), said or {})
+    return launched(work, order, env)
 
 
 def launched(
@@ -117,7 +121,31 @@ def work(world: World, order: Order) -> dict[str, Any]:
     from torsh_trainer.trainer import run_in
 
     import_from(order.import_paths)
-    return dict(run_in(world, trainer_of(order)).content)
+    return dict(run_in(world, trainer_of(_agreed(world, order))).content)
+
+
+def _agreed(world: World, order: Order) -> Order:
+    """The order with what rank 0 says in it, on every process.
+
+    Raises:
+        ConfigError: nothing says where the processes can ask it.
+    """
+    if not order.said or world.size == 1:
+        return order
+    place = next(iter(order.said))
+    if world.rendezvous is None or world.elastic:
+        raise ConfigError(
+            f"{place} asks Hydra or the clock, which only one of the processes that {world.source} "
+            "has started can tell, and they have no place where they could ask it",
+            fix=f"give {place} a value that asks neither",
+        )
+    from torsh_trainer.comm.start import told  # torch loads here: see work
+
+    comm = order.config.get("comm")
+    options = {} if comm is None else {"options": plan(comm, key="comm").build()}
+    said = told(world, order.said, **options)
+    marks = {f"\0{name}\0": value for name, value in said.items()}
+    return replace(order, config=filled(order.config, marks), said={})
 
 
 def preview(

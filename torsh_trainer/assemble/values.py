@@ -212,3 +212,18 @@ def _advice(value: Any, wanted: Any, key: str, default: Any) -> str:
     if default is inspect.Parameter.empty:
         return f"write {key}=VALUE"
     return f"the default is {shown(default)}"
+
+
+def filled(value: Any, marks: Mapping[str, Any]) -> Any:
+    """``value`` with what each mark stands for, alone or within a longer text."""
+    if isinstance(value, Mapping):
+        return {key: filled(each, marks) for key, each in value.items()}
+    if isinstance(value, list):
+        return [filled(each, marks) for each in value]
+    if not isinstance(value, str) or "\0" not in value:
+        return value
+    if value in marks:
+        return marks[value]
+    for mark, meant in marks.items():
+        value = value.replace(mark, str(meant))
+    return value

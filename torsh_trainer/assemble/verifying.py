@@ -76,7 +76,7 @@ def verify(
         if own is not None:
             likened = Likened(most, options.sgd_lr if rung == "sgd" else None)
         laid = on_rung(config, rung, options, own_optimizer=own is not None)
-        order = WatchedOrder(laid, run_dir, (), tuple(import_paths), likened)
+        order = WatchedOrder(laid, run_dir, (), tuple(import_paths), likened=likened)
         try:
             launch(watched, order, env)
         except Exception as error:  # one strategy's failure is a row among others

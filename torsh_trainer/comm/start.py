@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 # A store outlives the communicators that met in it: rank 0 may meet the others again (a second
 # fit in the same processes), and its listening socket can be taken over only once.
 _stores: dict[tuple[str, int], Store] = {}
-_meetings = itertools.count()
+_meetings: dict[tuple[str, int], Iterator[int]] = {}
 
 _UNKNOWN = "torch.distributed knows no backend"
 
@@ -68,6 +68,19 @@ def create(
     backend = _agree(store, world, options, device)
     _connect(store, world, options, device, backend)
     return TorchCommunicator(world, device, dist.group.WORLD, timeout_s=options.timeout_s)
+
+
+def told(world: World, said: Any, options: CommOptions = CommOptions()) -> Any:
+    """What rank 0 has ``said``, plain values, on every process; before they meet.
+
+    Raises:
+        ResourceError: rank 0 did not come.
+    """
+    store = _store(world, options)
+    if world.is_main:
+        store.set("answer", json.dumps(said, default=str))
+        return said
+    return _answer(store, world, options)
 
 
 def _existing(world: World, options: CommOptions, device: torch.device) -> Communicator:
@@ -162,9 +175,8 @@ def _unloadable(backend: str, world: World, store: Store) -> str:
 
 def _store(world: World, options: CommOptions) -> Store:
     """Where the processes leave notes for each other; a fresh part of it for every meeting."""
-    meeting = next(_meetings)
     if world.size == 1:
-        return PrefixStore(f"torsh/{meeting}", HashStore())
+        return PrefixStore("torsh", HashStore())
     if world.rendezvous is None:
         raise ConfigError(
             f"{world.size} processes, and nothing says where they meet",
@@ -173,7 +185,15 @@ def _store(world: World, options: CommOptions) -> Store:
     place = (world.rendezvous.address, world.rendezvous.port)
     if place not in _stores:
         _stores[place] = _tcp_store(world, world.rendezvous, options)
+        _meetings[place] = itertools.count()
+    meeting = next(_meetings[place])
     return PrefixStore(f"torsh/{world.rendezvous.attempt}/{meeting}", _stores[place])
+
+
+def forget(address: str, port: int) -> None:
+    """Lets go of the store at a place where this process meets no more of those it met there."""
+    _stores.pop((address, port), None)
+    _meetings.pop((address, port), None)
 
 
 def _tcp_store(world: World, rendezvous: Rendezvous, options: CommOptions) -> Store:

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torsh_trainer import environments
 from torsh_trainer.checkpoint.store.lock import check_free
-from torsh_trainer.config import sweep, tracebacks
+from torsh_trainer.config import asking, sweep, tracebacks
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import GROUPS, SETTINGS
 from torsh_trainer.config.wording import as_failure, plain
@@ -38,6 +38,7 @@ class Run(Protocol):
         command: Sequence[str],
         env: Mapping[str, str],
         import_paths: Sequence[str],
+        said: Mapping[str, Any],
     ) -> dict[str, Any]: ...
 
 
@@ -73,7 +74,8 @@ class Job:
 
     def follow(self, config: DictConfig) -> dict[str, Any]:
         """Runs as a process that writes nothing: another one leads the job."""
-        return self._run(plain(config), None, self.given)
+        said = {} if HydraConfig.initialized() else asking.marked(config)
+        return self._run(plain(config), None, self.given, said)
 
     def _lead(self, config: DictConfig, run_dir: Path) -> dict[str, Any]:
         """Runs as the process that speaks for the job."""
@@ -88,13 +90,24 @@ class Job:
         began = time.time()
         try:
             _keep_composition(config, run_dir / HYDRA_FOLDER)
-            return self._run(settings, run_dir, list(HydraConfig.get().overrides.task))
+            overrides = list(HydraConfig.get().overrides.task)
+            return self._run(settings, run_dir, overrides, self._said(config))
         except Exception as error:
             _leave_result(as_failure(error), run_dir, since=began)
             raise
 
+    def _said(self, config: DictConfig) -> dict[str, Any]:
+        """What the others of a cluster's processes, which Hydra does not run, ask this one."""
+        found = environments.detect(os.environ)
+        follows = HydraConfig.get().mode is RunMode.RUN and found is not None and found.size > 1
+        return asking.answers(config) if follows else {}
+
     def _run(
-        self, settings: dict[str, Any], run_dir: Path | None, overrides: Sequence[str]
+        self,
+        settings: dict[str, Any],
+        run_dir: Path | None,
+        overrides: Sequence[str],
+        said: Mapping[str, Any],
     ) -> dict[str, Any]:
         flags = () if self.config_dir is None else ("--config-dir", self.config_dir)
         return self.run(
@@ -103,6 +116,7 @@ class Job:
             command=("python", "-m", "torsh_trainer", *flags, *overrides),
             env=dict(os.environ),
             import_paths=import_paths(self.config_dir),
+            said=said,
         )
 
     def _check_task(self, settings: Mapping[str, Any]) -> None:

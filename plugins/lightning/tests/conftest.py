@@ -24,15 +24,19 @@ for _name in [name for name in os.environ if _CLUSTER.fullmatch(name)]:
 # ``recorder`` and ``modules`` are imported by name, in the ranks of the tests too.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from torch.distributed import TCPStore  # noqa: E402 - with one thread
+import torch.distributed as dist  # noqa: E402 - with one thread
+from torch.distributed import TCPStore  # noqa: E402
 
 from torsh_trainer.testing.ranks import RankPool  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test may leave the current folder for another."""
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test may leave the current folder for another, and a process group, as Lightning does."""
     monkeypatch.chdir(tmp_path)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

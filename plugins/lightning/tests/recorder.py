@@ -89,7 +89,7 @@ class Recording:
     rates: list[list[float]] = field(default_factory=list)
     metrics: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     hyperparameters: dict[str, Any] = field(default_factory=dict)
-    parameters: dict[str, list[float]] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
     predictions: list[Any] = field(default_factory=list)
 
     def note(self, who: str, hook: str, trainer: Any, given: Any) -> None:
@@ -201,7 +201,7 @@ class Keeper(L.Callback):
     def on_train_end(self, trainer: Any, pl_module: L.LightningModule) -> None:
         state = trainer.strategy.lightning_module_state_dict()
         self.recording.parameters = {
-            name: value.detach().double().flatten().tolist() for name, value in state.items()
+            name: value.detach().cpu().clone() for name, value in state.items()
         }
 
 
@@ -340,12 +340,23 @@ def same(one: Any, other: Any, within: Within) -> bool:
         return len(one) == len(other) and all(
             same(a, b, within) for a, b in zip(one, other, strict=True)
         )
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _same_tensors(one, other, within)
     if isinstance(one, float) and isinstance(other, float) and one != other:
         both_nan = one != one and other != other
         return both_nan or abs(one - other) <= max(
             within.absolute, within.relative * max(abs(one), abs(other))
         )
     return bool(one == other)
+
+
+def _same_tensors(one: Tensor, other: Tensor, within: Within) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = one.double(), other.double()
+    bound = (within.relative * torch.maximum(one.abs(), other.abs())).clamp(min=within.absolute)
+    agree = ((one - other).abs() <= bound) | (one == other) | (one.isnan() & other.isnan())
+    return bool(agree.all())
 
 
 def _apart(one: Any, other: Any, within: Within) -> str:

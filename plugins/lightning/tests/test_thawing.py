@@ -19,14 +19,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from loops import as_torchrun, in_our_words, quiet, under_lightning, under_our_loop
 from modules.data import Shares
 from modules.finetuning import Freezes, Milestones, Stack, Thaws, ThawsWithin
-from recorder import Keeper, Recording
+from recorder import THE_SAME_BITS, Keeper, Recording, same
 from torsh_trainer_lightning.processes import chosen
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
 from torsh_trainer.world import World
 
-Parameters = dict[str, list[float]]
+Parameters = dict[str, torch.Tensor]
 
 SHARES = partial(Shares, batch_size=8, train=40)
 FLAGS = {"max_epochs": 4, "limit_val_batches": 0}
@@ -95,9 +95,7 @@ def close(one: Parameters, other: Any) -> None:
     """Makes sure that they are the same within rounding; a rank without parts of its own passes."""
     assert not isinstance(other, str), other
     for name in other:
-        torch.testing.assert_close(
-            torch.tensor(one[name]), torch.tensor(other[name]), rtol=1e-5, atol=1e-6, msg=name
-        )
+        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("name", ABLE)
@@ -113,7 +111,8 @@ def test_what_is_freed_and_frozen_later_trains_on_two_ranks_as_on_one(
 
 def test_under_lightnings_own_ddp_each_rank_goes_its_own_way(on_ranks, alone, tmp_path):
     first, second = on_ranks(trained, tmp_path, {"frees": "theirs"}, "ddp")
-    assert first["frees"]["backbone.0.weight"] == second["frees"]["backbone.0.weight"]
+    frozen = "backbone.0.weight"
+    assert torch.equal(first["frees"][frozen], second["frees"][frozen])
     with pytest.raises(AssertionError, match=r"backbone\.2"):
         close(first["frees"], second["frees"])
     ours, _ = on_ranks(trained, tmp_path, {"frees": "ours"}, ENGINES["ddp"])
@@ -175,7 +174,7 @@ def test_a_run_goes_on_in_the_middle_with_what_was_freed_and_frozen(on_ranks, al
         again, _ = on_ranks(saved, folder, ENGINES[name], checkpoint)
         close(alone["callback"], again[0])
         if name == "ddp":
-            assert again == whole, "bit for bit"
+            assert same(again, whole, THE_SAME_BITS)
 
 
 @pytest.mark.parametrize("name", ["ddp", "horovod"])

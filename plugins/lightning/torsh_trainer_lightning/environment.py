@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 
 from torsh_trainer import environments
 from torsh_trainer.environments.by_hand import ByHand
+from torsh_trainer.environments.slurm import Slurm
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.world import Rendezvous, World
 
@@ -72,6 +82,41 @@ class WorldEnvironment(ClusterEnvironment):
             )
 
 
+class StepEnvironment(WorldEnvironment, SLURMEnvironment):
+    """A place in a step of Slurm's: Lightning saves and queues such a job again when asked to.
+
+    ``like`` is one of Lightning's whose options for that are to be taken.
+    """
+
+    def __init__(self, world: World, like: SLURMEnvironment | None = None) -> None:
+        self.world = world
+        self.auto_requeue = True if like is None else like.auto_requeue
+        self.requeue_signal = signal.SIGUSR1 if like is None else like.requeue_signal
+
+
+FOUND_BY_LIGHTNING = (
+    KubeflowEnvironment,
+    LightningEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
+"""What Lightning takes by itself where it finds some variables, of which we read more."""
+
+
+def settled(
+    given: ClusterEnvironment | None, variables: Mapping[str, str]
+) -> ClusterEnvironment | None:
+    """``given``, or what ``outside`` finds where Lightning would have found ``given`` by itself."""
+    if type(given) not in FOUND_BY_LIGHTNING:
+        return given
+    found = outside(variables)
+    if isinstance(found, StepEnvironment) and isinstance(given, SLURMEnvironment):
+        return StepEnvironment(found.world, like=given)
+    return found or given
+
+
 def outside(variables: Mapping[str, str]) -> WorldEnvironment | None:
     """The place that the variables of a launcher or a scheduler tell; None leaves it to Lightning.
 
@@ -83,7 +128,8 @@ def outside(variables: Mapping[str, str]) -> WorldEnvironment | None:
     for environment in environments.ENVIRONMENTS:
         world = None if isinstance(environment, ByHand) else environment.world(variables)
         if world is not None and world.told == "process" and world.size > 1:
-            return WorldEnvironment(world)
+            kind = StepEnvironment if isinstance(environment, Slurm) else WorldEnvironment
+            return kind(world)
     return None
 
 

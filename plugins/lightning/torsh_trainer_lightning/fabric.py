@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.strategies import ParallelStrategy
-from lightning.fabric.strategies.launchers import _SubprocessScriptLauncher
 from lightning.fabric.strategies.strategy import (
     _BackwardSyncControl,
     _validate_keys_for_strict_loading,
@@ -19,23 +15,20 @@ from lightning.fabric.strategies.strategy import (
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_trainer.comm.base import CommOptions
-from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.errors import ConfigError, TrainingError, Unsupported
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies import modules
-from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Strategy
+from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job
 from torsh_trainer.task import DataSource, Task
-from torsh_trainer.world import World
 from torsh_trainer_lightning.adapter import modes_kept, optimizer_names
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
-from torsh_trainer_lightning.environment import outside
 from torsh_trainer_lightning.precision import asked_of, wants_closure
-from torsh_trainer_lightning.processes import Processes, chosen
+from torsh_trainer_lightning.processes import Chosen
+from torsh_trainer_lightning.starting import FabricLauncher
 from torsh_trainer_lightning.state import Held
 
 
-class TorshFabricStrategy(Processes, ParallelStrategy):
+class TorshFabricStrategy(Chosen, ParallelStrategy):
     """A strategy of the trainer's in ``lightning.fabric.Fabric``; see ``TorshStrategy``.
 
     A model and its optimizers are set up together: ``fabric.setup(model, optimizer)``. The
@@ -47,43 +40,18 @@ class TorshFabricStrategy(Processes, ParallelStrategy):
         ConfigError: an unknown name or knob, or one that is out of range.
     """
 
-    def __init__(
-        self,
-        name: str | Strategy = "ddp",
-        *,
-        compression: Compression = NoCompression(),
-        precision: Precision | None = None,
-        comm: CommOptions = CommOptions(),
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        **knobs: Any,
-    ) -> None:
-        self.chosen = chosen(name, knobs)
-        self.compression = compression
+    _launcher_class = FabricLauncher
+
+    def _begin(self, precision: Precision | None, plugin: Any, **lightnings: Any) -> None:
         self._knobs = precision
-        self._comm_options = comm
         self._setups: list[Setup] = []
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or outside(os.environ),
-            checkpoint_io=checkpoint_io
-            or SafeCheckpointIO(allowed="pass weights_only=False", of_any=True),
-        )
+        if lightnings["checkpoint_io"] is None:
+            allowed = "pass weights_only=False"
+            lightnings["checkpoint_io"] = SafeCheckpointIO(allowed=allowed, of_any=True)
+        ParallelStrategy.__init__(self, precision=plugin, **lightnings)
         self._backward_sync_control = _Without(self)
 
     # -- processes -------------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        size = self.num_nodes * self.num_processes
-        self.chosen.mesh(World(size=size, nodes=self.num_nodes))
-        if size > 1:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
 
     def _set_world_ranks(self) -> None:
         self.set_world_ranks()

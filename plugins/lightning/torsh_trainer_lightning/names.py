@@ -22,7 +22,7 @@ def register() -> None:
         for name in NAMES:
             known.register(
                 f"torsh_{name}",
-                partial(made, name),
+                partial(made.named, name),
                 description=f"strategy={name} of ToRSh Trainer",
                 override=True,
             )

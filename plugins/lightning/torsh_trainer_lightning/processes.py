@@ -1,15 +1,18 @@
-"""What strategies of the Trainer and of Fabric do alike: meet, and exchange values."""
+"""What strategies of the Trainer and of Fabric do alike: begin, meet, and exchange values."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _sync_ddp_if_available,
@@ -21,10 +24,14 @@ from torch import Tensor
 from torsh_trainer import registry
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
+from torsh_trainer.comm.compression.base import Compression, NoCompression
+from torsh_trainer.environments.slurm import Slurm
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.precision import Precision
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.world import World
-from torsh_trainer_lightning.environment import world_of
+from torsh_trainer_lightning import starting
+from torsh_trainer_lightning.environment import WorldEnvironment, outside, settled, world_of
 
 
 class Processes:
@@ -32,8 +39,17 @@ class Processes:
 
     _comm: Communicator | None = None
     _num_nodes = 1
+    _environment: ClusterEnvironment | None = None
     parallel_devices: list[torch.device] | None
-    cluster_environment: ClusterEnvironment | None
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Whose processes these are; None until Lightning has said so."""
+        return self._environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, given: ClusterEnvironment | None) -> None:
+        self._environment = settled(given, os.environ)
 
     @property
     def comm(self) -> Communicator:
@@ -103,6 +119,7 @@ class Processes:
             process_group=strategy.needs_process_group(world),
         )
         atexit.register(self._comm.close)
+        starting.has_met(self._comm)
 
     # -- collectives -----------------------------------------------------------------------------
 
@@ -132,6 +149,83 @@ class Processes:
         if self._comm is None or self.comm.world.size == 1:
             return tensor
         return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+
+class Chosen(Processes):
+    """A strategy of Lightning's that the user makes around one of the trainer's.
+
+    ``name`` is that of the strategy (``"ddp"``, ``"fsdp"``, ``"mpi"``, ``"horovod"``, ...), or one
+    made already; ``knobs`` are its own. ``compression`` is how gradients travel, ``comm`` the knobs
+    of the process group. ``precision`` is the trainer's own, for what Lightning's flag cannot say
+    (fp32 masters under bf16, the dtype of reductions); without it the flag decides. The other
+    arguments are those of every strategy of Lightning's.
+
+    Raises:
+        ConfigError: an unknown name or knob, or one that is out of range.
+    """
+
+    _launcher_class: ClassVar[type[Any]]
+    _launcher: Any
+
+    def __init__(
+        self,
+        name: str | Strategy = "ddp",
+        *,
+        compression: Compression = NoCompression(),
+        precision: Precision | None = None,
+        comm: CommOptions = CommOptions(),
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Any = None,
+        **knobs: Any,
+    ) -> None:
+        starting.leave_last_job()
+        self.chosen = chosen(name, knobs)
+        self.compression = compression
+        self._comm_options = comm
+        self._begin(
+            precision,
+            precision_plugin,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment or outside(os.environ),
+            checkpoint_io=checkpoint_io,
+        )
+
+    def _begin(self, precision: Precision | None, plugin: Any, **lightnings: Any) -> None:
+        """What is left of the constructor: precision, and Lightning's own arguments."""
+        raise NotImplementedError
+
+    @classmethod
+    def named(cls, name: str) -> Any:
+        """The one that Lightning makes of a registered name, and gives its environment."""
+        made = cls(name)
+        made.cluster_environment = None
+        return made
+
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        assert environment is not None
+        size = self.num_nodes * self.num_processes
+        self.chosen.mesh(World(size=size, nodes=self.num_nodes))
+        if isinstance(environment, WorldEnvironment):
+            environment.validate_settings(self.num_processes, self.num_nodes)
+        if size > 1:
+            _check_step(environment)
+            self._launcher = self._launcher_class(environment, self.num_processes, self.num_nodes)
+
+
+def _check_step(environment: ClusterEnvironment) -> None:
+    """Refuses a process that Lightning takes for one of a step of Slurm's, and that is none."""
+    if isinstance(environment, SLURMEnvironment) and not Slurm().is_step(os.environ):
+        raise ConfigError(
+            "this process is the script of an allocation of Slurm's, and not one of several that "
+            "srun has started",
+            fix="write srun before python; or have the processes started here, with "
+            "cluster_environment=LightningEnvironment()",
+        )
 
 
 def chosen(name: str | Strategy, knobs: Mapping[str, Any]) -> Strategy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,17 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torsh_trainer.comm.base import CommOptions, Communicator
-from torsh_trainer.comm.compression.base import Compression, NoCompression
+from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies import modules
-from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Strategy
+from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job
 from torsh_trainer.world import World
 from torsh_trainer_lightning import whole
 from torsh_trainer_lightning.adapter import (
@@ -40,14 +37,15 @@ from torsh_trainer_lightning.adapter import (
     through,
 )
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
-from torsh_trainer_lightning.environment import WorldEnvironment, outside
+from torsh_trainer_lightning.environment import WorldEnvironment
 from torsh_trainer_lightning.precision import (
     EnginePrecision,
     StepWatcher,
     asked_of,
     wants_closure,
 )
-from torsh_trainer_lightning.processes import Processes, chosen, no_grad
+from torsh_trainer_lightning.processes import Chosen, Processes, no_grad
+from torsh_trainer_lightning.starting import TrainerLauncher
 from torsh_trainer_lightning.state import Held, is_apart
 from torsh_trainer_lightning.together import Together, undone
 from torsh_trainer_lightning.translated import Translation, of_deepspeed, of_horovod
@@ -325,45 +323,20 @@ class EngineStrategy(Processes, ParallelStrategy):
 _AS_IT_IS = contextlib.nullcontext()
 
 
-class TorshStrategy(EngineStrategy):
-    """A strategy of the trainer's in ``lightning.pytorch.Trainer``.
-
-    ``name`` is that of the strategy (``"ddp"``, ``"fsdp"``, ``"mpi"``, ``"horovod"``, ...), or one
-    made already; ``knobs`` are its own. ``compression`` is how gradients travel, ``comm`` the knobs
-    of the process group. ``precision`` is the trainer's own, for what Lightning's flag cannot say
-    (fp32 masters under bf16, the dtype of reductions); without it the flag decides. The other
-    arguments are those of every strategy of Lightning's.
+class TorshStrategy(Chosen, EngineStrategy):
+    """A strategy of the trainer's in ``lightning.pytorch.Trainer``; see ``Chosen``.
 
     Raises:
         ConfigError: an unknown name or knob, or one that is out of range.
     """
 
-    def __init__(
-        self,
-        name: str | Strategy = "ddp",
-        *,
-        compression: Compression = NoCompression(),
-        precision: Precision | None = None,
-        comm: CommOptions = CommOptions(),
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: LightningPrecision | None = None,
-        **knobs: Any,
+    _launcher_class = TrainerLauncher
+
+    def _begin(
+        self, precision: Precision | None, plugin: LightningPrecision | None, **lightnings: Any
     ) -> None:
-        self.chosen = chosen(name, knobs)
-        self.compression = compression
-        self._comm_options = comm
         self.translation: Translation | None = None
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or outside(os.environ),
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            precision=precision,
-        )
+        EngineStrategy.__init__(self, precision=precision, precision_plugin=plugin, **lightnings)
 
     @classmethod
     def from_deepspeed(cls, path: str | Path, **reading: Any) -> TorshStrategy:
@@ -400,15 +373,6 @@ class TorshStrategy(EngineStrategy):
     def is_distributed(self) -> bool:
         """As Lightning's own: with a strategy for several processes, also for one of them."""
         return self.chosen.needs_process_group(World())
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        size = self.num_nodes * self.num_processes
-        self.chosen.mesh(World(size=size, nodes=self.num_nodes))
-        if size > 1:
-            self._launcher = _SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
 
     def setup_environment(self) -> None:
         """Meets the other processes.
