@@ -256,7 +256,9 @@ class ZeroEngine(DeepSpeedEngine):
         if freed:
             (optimizer,) = self.optimizers.values()
             stepped = {p for group in optimizer.param_groups for p in group["params"]}
-            self._refuse(SINCE_FREED, [p for p in freed if p in stepped])
+            # At stage 3 Lightning takes any parameter for one that the optimizer has already: it
+            # compares values, and between two passes none has any.
+            self._refuse(SINCE_FREED, [p for p in freed if self._partitioned or p in stepped])
         if shrinks:
             self._refuse(SINCE_FROZEN, [p for p in self._parameters if not p.requires_grad])
         return False
