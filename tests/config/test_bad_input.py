@@ -28,6 +28,7 @@ BAD = [
         ["checkpoint.storage_options is empty", "+checkpoint.storage_options.endpoint_url=VALUE"],
     ),
     ([QUICK, "hydra.run.dirr=x"], ["unknown knob hydra.run.dirr", "hydra.run.dir?"]),
+    (["data.batch_size=8"], ["data.batch_size: no data is chosen", "where the task says its own"]),
     ([QUICK, "trainer.strategy=ddp"], ["strategy is a group of its own: strategy=NAME"]),
     ([QUICK, "+trainer.strategy=ddp"], ["strategy is a group of its own: strategy=NAME"]),
     ([QUICK, "recipe.max_steps=3"], ["a recipe has no knobs", "max_steps=3"]),

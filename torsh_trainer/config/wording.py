@@ -168,6 +168,9 @@ def _no_such_knob(key: str, parent: str, part: str, node: DictConfig) -> ConfigE
     names = [str(name) for name in node if not str(name).startswith("_")]
     target = node.get("_target_")
     what = f"unknown knob {key}"
+    if part in GROUPS and not parent:
+        fix = f"choose one: {part}=NAME, or a recipe; or set it where the task says its own"
+        return ConfigError(f"{key}: no {part} is chosen", fix=fix)
     if part in GROUPS:
         return ConfigError(what, fix=f"{part} is a group of its own: {part}=NAME")
     offer = nearest(part, [f"{name}" for name in names])
