@@ -9,7 +9,8 @@ from torsh_trainer.course import Course, Parts, Restored, Setting
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import BatchPlan, Clip
 from torsh_trainer_lightning.adapter import Configured, configured
-from torsh_trainer_lightning.loop.driver import LightningLoop, check_processes, lightning_state
+from torsh_trainer_lightning.loop.driver import LightningLoop
+from torsh_trainer_lightning.loop.saved import check_processes, lightning_state
 from torsh_trainer_lightning.loop.stages import Stages
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 import signal
@@ -12,7 +11,6 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch.trainer import call
 from torch import Tensor
 
@@ -43,6 +41,12 @@ from torsh_trainer_lightning.loop.kept import (
     restored,
 )
 from torsh_trainer_lightning.loop.order import check_data
+from torsh_trainer_lightning.loop.saved import (
+    check_processes,
+    lightning_state,
+    saved_state,
+    set_restored,
+)
 from torsh_trainer_lightning.loop.stages import Stages
 
 log = logging.getLogger(__name__)
@@ -434,7 +438,7 @@ class LightningLoop(OwnLoop, Host):
                 "logged": {rank: kept(self._epochs._results)} if self._in_the_middle else {},
             },
             "schedule": {},
-            "task": {} if template else {"lightning": self._lightning_state()},
+            "task": {} if template else {"lightning": self._saved()},
             "callbacks": states_of(self._parts.callbacks),
             "feed": {rank: dict(self._draws)} if self._draws else {},
             "rng": {rank: rng_state(self._comm.device)},
@@ -450,39 +454,13 @@ class LightningLoop(OwnLoop, Host):
         epoch: Any = self._facade.fit_loop.epoch_progress.current
         return bool(epoch.processed < epoch.ready)
 
-    def _lightning_state(self) -> bytes:
-        """What Lightning and the user's code keep beside weights: data alone, in its format."""
-        facade = self._facade
-        connector = facade._logger_connector
-        connector.settle()
-        datamodule = facade.datamodule
-        state: dict[str, Any] = {
-            "pytorch-lightning_version": _version(),
-            "epoch": facade.current_epoch,
-            "global_step": facade.global_step,
-            "state_dict": {},
-            "loops": facade._checkpoint_connector._get_loops_state_dict(),
-            "callbacks": call._call_callbacks_state_dict(facade),
-            "lr_schedulers": [one.scheduler.state_dict() for one in facade.lr_scheduler_configs],
-        }
-        if datamodule is not None:
-            held = call._call_lightning_datamodule_hook(facade, "state_dict")
-            if held:
-                state[type(datamodule).__qualname__] = held
-        call._call_callbacks_on_save_checkpoint(facade, state)
-        call._call_lightning_module_hook(facade, "on_save_checkpoint", state)
+    def _saved(self) -> bytes:
         batches = self._epochs.batch_progress.current.ready
-        state["torsh_trainer"] = {
-            "world_size": self._comm.world.size,
-            "batches": batches if self._in_the_middle else None,
-            "order": self._order.name,
-            "data": self._order.facts(facade.accumulate_grad_batches),
-            "callback_metrics": dict(connector._callback_metrics),
-            "logged_metrics": dict(connector._logged_metrics),
-        }
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        return buffer.getvalue()
+        return saved_state(
+            self._facade,
+            world_size=self._comm.world.size,
+            batches=batches if self._in_the_middle else None,
+        )
 
     def load(self, state: Mapping[str, Any]) -> None:
         self.engine.load_state_dict(state["engine"])
@@ -533,7 +511,7 @@ class LightningLoop(OwnLoop, Host):
             config.scheduler.load_state_dict(state)
         frame.load_state_dict(found["loops"]["fit_loop"])
         self._reports = self._logged_at = self._saved_at = self._batches
-        _is_done(frame)
+        set_restored(frame)
         if own["batches"] is not None:
             self._go_on(own, pending)
         self._go_from = {"own": own, "rng": pending["rng"]}
@@ -564,36 +542,6 @@ class LightningLoop(OwnLoop, Host):
             self._replay = {**pending["draws"], "batches": own["batches"], "now": pending["rng"]}
 
 
-def lightning_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of ours, or its plain parts, holds of Lightning (see ``state``)."""
-    held: dict[str, Any] = torch.load(io.BytesIO(state["task"]["lightning"]), weights_only=True)
-    return held
-
-
-def check_processes(own: Mapping[str, Any], processes: int) -> None:
-    """Makes sure that as many processes can go on from there; ``own`` is our part of that state.
-
-    Raises:
-        ConfigError: it lies in the middle of an epoch, of another number of them.
-    """
-    before = own["world_size"]
-    if own["batches"] is not None and before != processes:
-        many = f"{before} process{'es' * (before > 1)}"
-        raise ConfigError(
-            f"the checkpoint lies in the middle of an epoch of {many}, "
-            f"and these are {processes}: Lightning's order of samples follows it",
-            fix=f"go on with {many}, or from the end of an epoch",
-        )
-
-
-def _is_done(frame: Any) -> None:
-    """Nothing is to be restarted: the state is that between two batches, or two epochs."""
-    for loop in (frame, frame.epoch_loop, frame.epoch_loop.val_loop):
-        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-    for loop in (frame.epoch_loop.automatic_optimization, frame.epoch_loop.manual_optimization):
-        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-
-
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: float(value)
@@ -605,9 +553,3 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 def _rate(optimizers: Any) -> float:
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     return float(groups[0].get("lr", 0.0)) if groups else 0.0
-
-
-def _version() -> str:
-    import lightning
-
-    return str(lightning.__version__)

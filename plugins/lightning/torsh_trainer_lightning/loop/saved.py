@@ -1,0 +1,85 @@
+"""What a checkpoint of ours holds of Lightning: its loops, and what the user's code keeps."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer import call
+
+from torsh_trainer.errors import ConfigError
+from torsh_trainer_lightning.loop.facade import Facade
+
+
+def saved_state(facade: Facade, *, world_size: int, batches: int | None) -> bytes:
+    """All that is beside weights, as Lightning's format has it: data alone.
+
+    ``batches`` are those of the epoch so far; None: none is under way.
+    """
+    connector = facade._logger_connector
+    connector.settle()
+    datamodule = facade.datamodule
+    state: dict[str, Any] = {
+        "pytorch-lightning_version": _version(),
+        "epoch": facade.current_epoch,
+        "global_step": facade.global_step,
+        "state_dict": {},
+        "loops": facade._checkpoint_connector._get_loops_state_dict(),
+        "callbacks": call._call_callbacks_state_dict(facade),
+        "lr_schedulers": [one.scheduler.state_dict() for one in facade.lr_scheduler_configs],
+    }
+    if datamodule is not None:
+        held = call._call_lightning_datamodule_hook(facade, "state_dict")
+        if held:
+            state[type(datamodule).__qualname__] = held
+    call._call_callbacks_on_save_checkpoint(facade, state)
+    call._call_lightning_module_hook(facade, "on_save_checkpoint", state)
+    state["torsh_trainer"] = {
+        "world_size": world_size,
+        "batches": batches,
+        "order": facade.order.name,
+        "data": facade.order.facts(facade.accumulate_grad_batches),
+        "callback_metrics": dict(connector._callback_metrics),
+        "logged_metrics": dict(connector._logged_metrics),
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def lightning_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of ours, or its plain parts, holds of Lightning (see ``saved_state``)."""
+    held: dict[str, Any] = torch.load(io.BytesIO(state["task"]["lightning"]), weights_only=True)
+    return held
+
+
+def check_processes(own: Mapping[str, Any], processes: int) -> None:
+    """Makes sure that as many processes can go on from there; ``own`` is our part of that state.
+
+    Raises:
+        ConfigError: it lies in the middle of an epoch, of another number of them.
+    """
+    before = own["world_size"]
+    if own["batches"] is not None and before != processes:
+        many = f"{before} process{'es' * (before > 1)}"
+        raise ConfigError(
+            f"the checkpoint lies in the middle of an epoch of {many}, "
+            f"and these are {processes}: Lightning's order of samples follows it",
+            fix=f"go on with {many}, or from the end of an epoch",
+        )
+
+
+def set_restored(frame: Any) -> None:
+    """Nothing is to be restarted: the state is that between two batches, or two epochs."""
+    for loop in (frame, frame.epoch_loop, frame.epoch_loop.val_loop):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    for loop in (frame.epoch_loop.automatic_optimization, frame.epoch_loop.manual_optimization):
+        loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+
+
+def _version() -> str:
+    import lightning
+
+    return str(lightning.__version__)
