@@ -88,6 +88,23 @@ def test_no_rank_binds_the_port_of_a_store_that_another_process_hosts(ranks):
     assert ranks.run(case, store.port) == [3.0, 3.0]
 
 
+def test_processes_meet_where_another_store_is_served_since(ranks):
+    def case(world, port):
+        meeting = Rendezvous("127.0.0.1", port, hosted=True)
+        comm = create(replace(world, rendezvous=meeting), BRIEF, CPU)
+        try:
+            return add_ranks(comm)
+        finally:
+            comm.close()
+
+    port = 0
+    for _ in range(2):
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        port = store.port
+        assert ranks.run(case, port) == [3.0, 3.0]
+        del store
+
+
 def test_a_port_in_use_is_named(ranks):
     def case(world, port):
         if world.rank > 0:

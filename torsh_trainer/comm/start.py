@@ -183,11 +183,22 @@ def _store(world: World, options: CommOptions) -> Store:
             fix="set MASTER_ADDR and MASTER_PORT in every one, or start them with launcher=local",
         )
     place = (world.rendezvous.address, world.rendezvous.port)
+    if place in _stores and not _answers(_stores[place]):
+        forget(*place)  # another may be served there since
     if place not in _stores:
         _stores[place] = _tcp_store(world, world.rendezvous, options)
         _meetings[place] = itertools.count()
     meeting = next(_meetings[place])
     return PrefixStore(f"torsh/{world.rendezvous.attempt}/{meeting}", _stores[place])
+
+
+def _answers(store: Store) -> bool:
+    """Whether whoever serves it is still there."""
+    try:
+        store.check(["torsh"])
+    except RuntimeError:
+        return False
+    return True
 
 
 def forget(address: str, port: int) -> None:
