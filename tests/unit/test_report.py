@@ -21,7 +21,15 @@ from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.report import main
 from torsh_trainer.report.charts import Curve, axes_of, charts_of, reduced, smoothed
 from torsh_trainer.report.runs import Point, read_run, read_runs
-from torsh_trainer.report.scales import Scale, along, linear, logarithmic, ticks, time_ticks
+from torsh_trainer.report.scales import (
+    Scale,
+    along,
+    labels,
+    linear,
+    logarithmic,
+    ticks,
+    time_ticks,
+)
 from torsh_trainer.report.tables import ABSENT, differences, direction, hints, results
 from torsh_trainer.world import World
 
@@ -600,3 +608,17 @@ def test_hints_name_the_class_and_leave_out_the_knobs_that_come_with_it(tmp_path
         node = {"_target_": f"package.{strategy}.{strategy.upper()}", knob: 1}
         make_run(tmp_path / strategy, config={"strategy": node})
     assert hints(read_runs([tmp_path])) == ["strategy=DDP", "strategy=FSDP"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([2.304, 2.306, 2.308], ["2.304", "2.306", "2.308"]),
+        ([2.1, 2.2, 2.3], ["2.1", "2.2", "2.3"]),
+        ([1500.2, 1500.4, 1500.6], ["1,500.2", "1,500.4", "1,500.6"]),
+        ([0.0, 20000.0, 40000.0], ["0", "20k", "40k"]),
+        ([123450.0, 123460.0], ["123.45k", "123.46k"]),
+    ],
+)
+def test_labels_have_the_digits_that_tell_them_apart(values, said):
+    assert labels(values) == said

@@ -68,7 +68,17 @@ def time_ticks(scale: Scale, *, count: int) -> list[float]:
     return _multiples(scale, float(step or 86400 * math.ceil(raw / 86400)))
 
 
-def short(value: float) -> str:
+def labels(ticks: Sequence[float]) -> list[str]:
+    """What stands at ticks: each as ``short``, with digits enough to tell one from another."""
+    made = [short(tick) for tick in ticks]
+    for digits in range(4, 10):
+        if len({*made}) == len(ticks):
+            break
+        made = [short(tick, digits) for tick in ticks]
+    return made
+
+
+def short(value: float, digits: int = 3) -> str:
     """A tick's label: ``0.05``, ``1,200``, ``45k``, ``2.5M``, ``3e-05``."""
     if value == 0:
         return "0"
@@ -76,10 +86,10 @@ def short(value: float) -> str:
     for bound, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= bound:
             divisor = 1e3 if unit == "k" else bound
-            return f"{value / divisor:.4g}{unit}"
+            return f"{value / divisor:.{max(4, digits)}g}{unit}"
     if size >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+        return f"{value:,.{max(0, digits - 4)}f}"
+    return f"{value:.{digits}g}"
 
 
 def clock(seconds: float) -> str:

@@ -12,9 +12,9 @@ from torsh_trainer.report.scales import (
     Scale,
     along,
     clock,
+    labels,
     linear,
     logarithmic,
-    short,
     ticks,
     time_ticks,
 )
@@ -112,9 +112,10 @@ class _Drawn:
 
 def _y_axis(up: Scale, *, percent: bool) -> list[str]:
     parts = []
-    for tick in ticks(up, count=5):
+    found = ticks(up, count=5)
+    for tick, said in zip(found, labels([100 * t if percent else t for t in found]), strict=True):
         y = f"{up(tick):.1f}"
-        label = f"{short(100 * tick)}%" if percent else short(tick)
+        label = f"{said}%" if percent else said
         parts.append(
             f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
             f'<text class="tick" x="{_LEFT - 8}" y="{y}" dy=".32em" text-anchor="end">'
@@ -128,8 +129,7 @@ def _x_axis(across: Scale, axis: Axis) -> list[str]:
     timed = axis == "time"
     found = time_ticks(across, count=7) if timed else ticks(across, count=7)
     parts = [f'<line class="base" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>']
-    for tick in found:
-        label = clock(tick) if timed else short(tick)
+    for tick, label in zip(found, map(clock, found) if timed else labels(found), strict=True):
         parts.append(
             f'<text class="tick" x="{across(tick):.1f}" y="{base + 17}" text-anchor="middle">'
             f"{label}</text>"
