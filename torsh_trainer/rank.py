@@ -479,9 +479,15 @@ class Rank:
             "checkpoint": loop.saved,
             "run_dir": str(self.run_dir),
             **loop.gradient_traffic,
+            **self._changing_buffers,
             **self.membership.findings,
             **self.findings,
         }
+
+    @property
+    def _changing_buffers(self) -> dict[str, Any]:
+        names = list(self.engine.changing_buffers())
+        return {"changing_buffers": names} if names else {}
 
     def failed(self, error: BaseException) -> None:
         for callback in self.callbacks:

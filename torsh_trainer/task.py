@@ -117,6 +117,16 @@ class Task:
         """Predictions for a batch: a tensor (first dimension: samples) or a list of values."""
         return self.forward(model, batch)
 
+    def running_averages(self, model: nn.Module) -> Mapping[str, float]:
+        """Buffers, by name, that each training forward moves towards a value of its micro-batch.
+
+        Each with its momentum: ``buffer = (1 - momentum) * buffer + momentum * value``, once in a
+        forward, as BatchNorm's running statistics, which need not be named. Every engine then has
+        them as one process would, however the batch is cut. Training must not read them: a rank
+        knows its own micro-batches' until all meet, at an evaluation, a save or the end.
+        """
+        return {}
+
     def flops_per_sample(self, model: nn.Module) -> float | None:
         """Floating-point operations of forward and backward for one sample, if it is known."""
         return None

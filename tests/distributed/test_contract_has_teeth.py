@@ -119,7 +119,15 @@ class StaysInTraining(Wrong):
 class EvaluatesItsOwnBuffers(Wrong):
     def __init__(self, engine):
         super().__init__(engine)
-        engine._share_buffers = lambda: None
+        engine._buffers.gather = lambda: None
+
+
+class ForgetsThePlaces(Wrong):
+    """Has rank 0's buffers instead of averages over all."""
+
+    def forward_backward(self, micro_batches, total_weight, task):
+        unplaced = [micro._replace(place=None) for micro in micro_batches]
+        return self.right.forward_backward(unplaced, total_weight, task)
 
 
 class ForgetsTheOptimizer(Wrong):
@@ -181,7 +189,8 @@ SEEN_BY = [
     (CountsEveryBatch, "test_evaluation_counts_each_batch_once"),
     (EvaluatesWithoutTheAverage, "test_the_moving_average"),
     (StaysInTraining, "test_predictions_are_those_of_the_plain_model"),
-    (EvaluatesItsOwnBuffers, "test_buffers_in_evaluation_and_in_the_state"),
+    (EvaluatesItsOwnBuffers, "test_running_statistics"),
+    (ForgetsThePlaces, "test_running_statistics"),
     (ForgetsTheOptimizer, "test_a_state_carries_training_into_a_fresh_engine"),
     (ForgetsTheLossScale, "test_a_state_carries_the_loss_scale"),
     (StepsTheWrongOptimizer, "test_manual_backward"),

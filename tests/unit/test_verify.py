@@ -106,6 +106,13 @@ def scaled(name: str, factor: float, *, since: int = 1) -> dict[int, Any]:
     ("rows", "step", "quantity", "rule", "words"),
     [
         (scaled("loss", 1.1), 1, "loss", "data", "the same weights give another loss"),
+        (
+            {1: {"loss": 9.0, "changing_buffers": ["norm.seen"]}},
+            1,
+            "loss",
+            "buffers",
+            "training forwards change norm.seen",
+        ),
         ({3: {"samples": 190, "loss": 1.0}}, 3, "loss", "data", "190 samples were consumed"),
         (scaled("grad_norm", 2.0), 1, "grad_norm", "averaging", "summed over the 2 ranks"),
         (scaled("grad_norm", 0.5), 1, "grad_norm", "averaging", "by the 2 ranks once too often"),

@@ -377,6 +377,9 @@ def _conclusion(
         rows.append(("throughput", f"{number(_rounded(rate))} {throughput.unit}/s"))
     if result.get("peak_memory_bytes"):
         rows.append(("peak memory", f"{size(result['peak_memory_bytes'])} per process"))
+    if result.get("changing_buffers"):
+        names = ", ".join(result["changing_buffers"])
+        rows.append(("buffers", f"{names}: rank 0's, see docs/strategies.md"))
     if result.get("checkpoint"):
         rows.append(("checkpoint", nearby(result["checkpoint"])))
     if info.run_dir is not None:

@@ -259,7 +259,7 @@ def share(tensors: Iterable[Tensor], comm: Communicator) -> None:
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        flat = comm.place(torch.cat([tensor.reshape(-1) for tensor in alike]))
         comm.broadcast(flat, src=0)
         sizes = [tensor.numel() for tensor in alike]
         for tensor, part in zip(alike, flat.split(sizes), strict=True):

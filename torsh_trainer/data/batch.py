@@ -5,16 +5,33 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
+class Place(NamedTuple):
+    """Which micro-batch of a step this is, counted over all ranks that see other samples.
+
+    ``number`` is below ``of``, the number of those that hold samples, but for a filler.
+    """
+
+    number: int
+    of: int
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether it only keeps a rank busy that no samples are left for."""
+        return self.number >= self.of
+
+
 class MicroBatch(NamedTuple):
     """What one forward of one process sees.
 
     ``batch`` is on the engine's device. ``weight`` may be 0 (a filler, in the ragged tail), the
     batch is never empty. ``rng_key`` seeds the forward's random numbers; None leaves them alone.
+    ``place`` is None where nobody knows it: whatever ranks have of their own is then rank 0's.
     """
 
     batch: Any
     weight: float
     rng_key: int | None
+    place: Place | None = None
 
 
 class Step(NamedTuple):

@@ -122,10 +122,11 @@ class TrainFeed:
         move, keys = self._move, self._keys
         try:
             for (epoch, shares, samples, ends_epoch), batches in self._loaded:
+                places = self._cut.places(len(shares), samples)
                 micro = [
-                    MicroBatch(move(batch), counts * weight, key)
-                    for batch, (_, counts), key in zip(
-                        batches, shares, keys(len(shares)), strict=True
+                    MicroBatch(move(batch), counts * weight, key, place)
+                    for batch, (_, counts), key, place in zip(
+                        batches, shares, keys(len(shares)), places, strict=True
                     )
                 ]
                 yield Step(micro, samples * weight, samples, epoch, ends_epoch)
@@ -158,9 +159,10 @@ class TrainFeed:
     def _weigh(self, plan: StepPlan, batches: list[Any]) -> tuple[Any, ...]:
         micro = []
         keys = self._keys(len(plan.shares))
-        for batch, share, key in zip(batches, plan.shares, keys, strict=True):
+        places = self._cut.places(len(keys), plan.samples)
+        for batch, share, key, place in zip(batches, plan.shares, keys, places, strict=True):
             weight = float(self._task.weight(batch)) if share.counts else 0.0
-            micro.append(MicroBatch(self._move(batch), weight, key))
+            micro.append(MicroBatch(self._move(batch), weight, key, place))
         total = torch.tensor([sum(one.weight for one in micro)], dtype=torch.float64)
         total = self._comm.place(total)
         work = self._comm.all_reduce(total, async_op=True)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torsh_trainer.data.batch import Place
+
 _MASK = (1 << 64) - 1
 _KEY = _MASK >> 1
 
@@ -100,8 +102,8 @@ class Cut:
     def shares(self, ids: list[int]) -> list[Share]:
         """This rank's micro-batches of a global batch; every rank gets as many.
 
-        A rank for which no samples are left runs the first sample again with weight 0: a forward
-        that one rank skips would hang the others.
+        A rank for which no samples are left runs the first micro-batch again with weight 0: a
+        forward that one rank skips would hang the others, and BatchNorm refuses a single sample.
         """
         micro, ranks = self.micro_batch_size, self.dp_size
         if ranks == 1 and len(ids) <= micro:
@@ -111,8 +113,13 @@ class Cut:
         for i in range(rounds):
             start = (i * ranks + self.dp_rank) * micro
             part = ids[start : start + micro]
-            shares.append(Share(part, len(part)) if part else Share(ids[:1], 0))
+            shares.append(Share(part, len(part)) if part else Share(ids[:micro], 0))
         return shares
+
+    def places(self, count: int, samples: int) -> list[Place]:
+        """Which ones this rank's ``count`` micro-batches are, in a step of ``samples`` samples."""
+        of = -(-samples // self.micro_batch_size)
+        return [Place(i * self.dp_size + self.dp_rank, of) for i in range(count)]
 
 
 @dataclass(frozen=True)

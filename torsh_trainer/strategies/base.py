@@ -24,6 +24,7 @@ from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.data.batch import MicroBatch as MicroBatch
+from torsh_trainer.data.batch import Place as Place
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.membership import Membership
@@ -320,6 +321,14 @@ class Engine(abc.ABC):
         """What the last step used: ``loss_scale`` where the loss is scaled, and ``lr`` of an engine
         that keeps its own rates."""
         return {}
+
+    def changing_buffers(self) -> Sequence[str]:
+        """Names of the buffers that training forwards change and that belong to no running average.
+
+        Known after the first step, on several ranks. With them the result may depend on the
+        number of processes.
+        """
+        return ()
 
     def traffic(self) -> Traffic | None:
         """Bytes of gradients on this rank's wire so far; None where the engine does not count."""

@@ -43,7 +43,7 @@ class BuiltIn(Strategy):
     ``bucket_cap_mb`` is the size of a gradient bucket in MiB; a larger parameter is a bucket of its
     own. ``overlap`` false communicates after the whole backward instead of during it.
     ``find_unused_parameters`` allows parameters without a gradient, at the price of one small
-    reduction a step. ``broadcast_buffers`` takes rank 0's buffers before every forward. ``zero1``
+    reduction a step. ``broadcast_buffers`` takes rank 0's buffers in every step, of those that a forward changes. ``zero1``
     cuts the optimizer's state and step over processes; where these share memory (mpi, one host) the
     parameters lie there, once for all of them.
     """
@@ -148,6 +148,7 @@ class BuiltInEngine(NativeEngine):
             averaging_ranks=1 if compressor is None else comm.world.size,
             wrap_optimizer=wrap,
             compression=compressed(compressor, model, as_in_memory=True),
+            broadcast_buffers=knobs.broadcast_buffers,
         )
         self._knobs = knobs
         self.keeps_frozen = knobs.find_unused_parameters
@@ -201,8 +202,6 @@ class BuiltInEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
-        if self._knobs.broadcast_buffers:
-            self._share_buffers()
         report = super().forward_backward(micro_batches, total_weight, task)
         self._finish()
         return report
@@ -252,13 +251,6 @@ class BuiltInEngine(NativeEngine):
 
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._reducer is None else self._reducer.without_sync()
-
-    def _shares_buffers(self, *, manual: bool) -> bool:
-        return self._knobs.broadcast_buffers
-
-    def _share_buffers(self) -> None:
-        if self._reducer is not None:
-            modules.share(self.model.buffers(), self.comm)
 
     def _finish(self) -> None:
         """Has every gradient summed.

@@ -50,7 +50,7 @@ class DDP(Strategy):
     whole backward, in flat buckets, instead of during it. ``find_unused_parameters`` allows
     parameters without a gradient, and lists them. ``static_graph`` promises that every step uses
     the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets: one copy less.
-    ``broadcast_buffers`` takes rank 0's buffers before every forward. ``backward_passes_per_step``
+    ``broadcast_buffers`` takes rank 0's buffers in every step, of those that a forward changes. ``backward_passes_per_step``
     sums that many backward passes instead of averaging them, and ``op`` sum adds gradients up over
     processes (both multiply the gradient, as Horovod's options of these names do). ``zero_unused``
     gives parameters that a step does not reach gradients of zero, so that they decay and their
@@ -149,6 +149,7 @@ class DDPEngine(NativeEngine):
             gradient_scale=knobs.gradient_scale_on(comm.world),
             wrap_optimizer=sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
             compression=compressed(reducer, model, as_in_memory=knobs.overlap),
+            broadcast_buffers=knobs.broadcast_buffers,
         )
         self._reduce_dtype = DTYPES[job.precision.reduce]
         if reducer is not None and self._ddp is not None:
@@ -162,8 +163,6 @@ class DDPEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
-        if self._ddp is None and self._knobs.broadcast_buffers:
-            self._share_buffers()
         try:
             report = super().forward_backward(micro_batches, total_weight, task)
         except RuntimeError as error:
@@ -252,9 +251,6 @@ class DDPEngine(NativeEngine):
         """What torch means by an error about the backward before this one, if it is that."""
         return self._unused_error() if "finished reduction" in str(error) else None
 
-    def _shares_buffers(self, *, manual: bool) -> bool:
-        return self._knobs.broadcast_buffers and (manual or self._ddp is None)
-
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
         # A static graph is learnt in the first step, which torch does not do within no_sync.
@@ -264,9 +260,6 @@ class DDPEngine(NativeEngine):
         else:
             with self._ddp.no_sync():
                 yield
-
-    def _share_buffers(self) -> None:
-        modules.share(self.model.buffers(), self.comm)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -357,7 +350,7 @@ def _in_fp32(job: Job) -> bool:
 
 def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> DistributedDataParallel:
     on_gpu = comm.device.type == "cuda"
-    options: dict[str, Any] = {_BUFFERS: knobs.broadcast_buffers}
+    options: dict[str, Any] = {_BUFFERS: False}  # they are the engine's, once a step
     wrapped = DistributedDataParallel(
         module,
         device_ids=[comm.device.index] if on_gpu else None,

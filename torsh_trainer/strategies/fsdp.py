@@ -316,13 +316,6 @@ class FSDPEngine(NativeEngine):
         torch.distributed.all_reduce(square, group=self._shard_group)
         return square.sqrt()
 
-    def _share_buffers(self) -> None:
-        for buffer in self.model.buffers():
-            placed = self.comm.place(buffer.detach())
-            self.comm.broadcast(placed, src=0)
-            if placed is not buffer:
-                buffer.copy_(placed)
-
 
 def _device_mesh(mesh: Mesh, comm: Communicator) -> Any:
     """A 1-D mesh over all ranks, or replicate x shard for hybrid sharding."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.likeness import check_alike
@@ -18,6 +17,7 @@ from torsh_trainer.comm.reducer import share as share
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.precision import DTypeName
 from torsh_trainer.strategies.base import Job
+from torsh_trainer.strategies.recompute import recompute_in_backward
 
 
 def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -> nn.Module:
@@ -46,7 +46,7 @@ def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -
     model = model.to(device or comm.device)
     if job.activation_checkpointing:
         for module in chosen_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules"):
-            recompute_in_backward(module)
+            recompute_in_backward(module, compiles=job.compile is not None)
     check_alike(model, comm)
     return model.train()
 
@@ -122,15 +122,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     if longest is None:
         return []
     return [child for child in longest.children() if any(True for _ in child.parameters())]
-
-
-def recompute_in_backward(module: nn.Module) -> None:
-    """Activation checkpointing: drops what forward kept and computes it again in backward.
-
-    The forward is replaced on the instance, so parameter names stay as they are.
-    """
-    forward = module.forward
-    module.forward = functools.partial(checkpoint, forward, use_reentrant=False)
 
 
 class ComputeIn(nn.Module):

@@ -27,6 +27,7 @@ from torsh_trainer.strategies.base import (
     StepOutcome,
     Strategy,
 )
+from torsh_trainer.strategies.buffers import Buffers
 from torsh_trainer.strategies.compressing import Compressed
 from torsh_trainer.strategies.state import (
     load_optimizers,
@@ -51,7 +52,8 @@ class NativeEngine(Engine):
     ``eval_module`` what it calls in evaluation. ``averaging_ranks`` is by how many ranks the
     wrapper divides the summed gradient, so that the loss can be scaled to undo it. ``compression``
     is told of every backward and step, and its state goes into a checkpoint. ``optimizers`` are the
-    job's where they had to be built before the wrapper.
+    job's where they had to be built before the wrapper. With ``broadcast_buffers`` what a training
+    forward changes is rank 0's in every step.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class NativeEngine(Engine):
         wrap_optimizer: Callable[[Optimizer], Optimizer] = lambda optimizer: optimizer,
         compression: Compressed | None = None,
         optimizers: Mapping[str, Optimizer] | None = None,
+        broadcast_buffers: bool = True,
     ) -> None:
         self.model = model
         self.module = module
@@ -90,6 +93,12 @@ class NativeEngine(Engine):
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
         self._last: dict[str, float] = {}
         self._clipped: dict[str, StepOutcome] = {}  # by optimizer, what its step will apply
+        self._buffers = Buffers(
+            model,
+            comm,
+            shares=broadcast_buffers,
+            averages=job.task.running_averages(model),
+        )
         self._buffers_due = True  # the next training forward begins a step
         self._buffers_differ = True  # between ranks, for all that an evaluation knows
         self._skip_nonfinite = job.skip_nonfinite or self._scaler is not None
@@ -109,13 +118,17 @@ class NativeEngine(Engine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
+        self._buffers.begin_step(micro_batches[0].place)
         if self._compression is not None:
             self._compression.begin(self._loss_scale)
-        if len(micro_batches) == 1 and self._held is None:
-            return LossReport((self._micro_batch(micro_batches[0], total_weight, task, last=True),))
-        with self.without_sync():
-            parts = [self._added(mb, total_weight, task, last=False) for mb in micro_batches[:-1]]
-        parts.append(self._added(micro_batches[-1], total_weight, task, last=True))
+        *others, last = micro_batches
+        if not others and self._held is None:
+            parts = [self._micro_batch(last, total_weight, task, last=True)]
+        else:
+            with self.without_sync():
+                parts = [self._added(micro, total_weight, task, last=False) for micro in others]
+            parts.append(self._added(last, total_weight, task, last=True))
+        self._buffers.end_step()
         return LossReport(tuple(parts))
 
     def _added(
@@ -136,7 +149,8 @@ class NativeEngine(Engine):
         self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
     ) -> tuple[Tensor, float]:
         """Loss and gradients of a micro-batch; the ``last`` of a step communicates."""
-        batch, weight, rng_key = micro
+        batch, weight, rng_key, _ = micro
+        before = self._buffers.before(micro)
         if rng_key is not None:
             for generator in self._generators:
                 generator.manual_seed(rng_key)
@@ -154,6 +168,7 @@ class NativeEngine(Engine):
             self._backpropagate(loss, factor)
         except (RuntimeError, AttributeError, TypeError) as error:
             raise _why_no_backward(loss) or error from error
+        self._buffers.after(micro, before)
         return loss.detach(), weight
 
     def _gradient(self, factor: float, loss: Tensor) -> Tensor:
@@ -250,17 +265,19 @@ class NativeEngine(Engine):
 
     @contextlib.contextmanager
     def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
-        if self._buffers_due and self._shares_buffers(manual=manual):
-            self._share_buffers()
+        if self._buffers_due:
+            self._buffers.begin_step(None)
         self._buffers_due, self._buffers_differ = False, True
         if manual:
             self._settle(None)
+        before = self._buffers.look()
         yield self.module
+        self._buffers.after(None, before)
 
     @contextlib.contextmanager
     def evaluation_forward(self) -> Iterator[nn.Module]:
         if self._buffers_differ or self.model.training or self.evaluates_together:
-            self._share_buffers()
+            self._buffers.gather()
             self._buffers_differ = False
         yield self.eval_module
 
@@ -326,7 +343,7 @@ class NativeEngine(Engine):
 
     @contextlib.contextmanager
     def _evaluating(self, *, averaged: bool) -> Iterator[None]:
-        self._share_buffers()
+        self._buffers.gather()
         training = self.model.training
         swapped = self._ema.swapped() if averaged and self._ema else contextlib.nullcontext()
         precision = (
@@ -344,7 +361,7 @@ class NativeEngine(Engine):
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        self._share_buffers()
+        self._buffers.gather()
         state: dict[str, Any] = {
             "model": dict(self.model.state_dict()),
             "optimizer": {
@@ -386,9 +403,13 @@ class NativeEngine(Engine):
             self._ema.load_state_dict(state["ema"])
         if self._compression is not None:
             self._compression.load(state.get("compression", {}))
+        self._buffers.reload()
 
     def last_step(self) -> Mapping[str, float]:
         return dict(self._last)
+
+    def changing_buffers(self) -> Sequence[str]:
+        return self._buffers.changing
 
     def traffic(self) -> Traffic | None:
         return None if self._compression is None else self._compression.traffic
@@ -485,13 +506,6 @@ class NativeEngine(Engine):
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """The global L2 norm, a 0-dim tensor, the same on every rank."""
         return local_norm(gradients, self._device)
-
-    def _share_buffers(self) -> None:
-        """Rank 0's buffers on every rank."""
-
-    def _shares_buffers(self, *, manual: bool) -> bool:
-        """Whether a step that the caller makes begins with rank 0's buffers, by our doing."""
-        return False
 
 
 def no_zero_unused(knobs: Strategy) -> Unsupported:

@@ -120,18 +120,20 @@ class _Plain:
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr * factor
         total = total_weight(ranks)
-        losses: list[list[float | None]] = []
-        for rank, micro_batches in enumerate(ranks):
-            # Buffers are rank 0's: what another rank's batches do to them is forgotten.
-            kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            losses.append([self._micro_batch(micro, total) for micro in micro_batches])
-            if rank > 0:
-                for name, buffer in self.model.named_buffers():
-                    buffer.copy_(kept[name])
+        losses = [[self._traceless(micro, total) for micro in mine] for mine in ranks]
         norm, skipped = self._update()
         outcome.losses.append(losses)
         outcome.norms.append(norm)
         outcome.skipped.append(skipped)
+
+    def _traceless(self, micro: MicroBatch, total: float) -> float | None:
+        """A micro-batch, which leaves the buffers as they were if it is a filler."""
+        kept = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        loss = self._micro_batch(micro, total)
+        if micro.place is not None and micro.place.is_filler:
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(kept[name])
+        return loss
 
     def _micro_batch(self, micro: MicroBatch, total: float) -> float | None:
         if micro.rng_key is not None:

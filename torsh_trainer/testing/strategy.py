@@ -200,10 +200,10 @@ class StrategyContract:
     def test_the_moving_average_equals_plain_arithmetic(self, world_size: int) -> None:
         self._equals(Scenario(ema_decay=0.5), world_size, needs="ema")
 
-    def test_buffers_in_evaluation_and_in_the_state_are_those_of_rank_0(
-        self, world_size: int
-    ) -> None:
-        self._equals(Scenario(model=TinyModelOptions(batch_norm=True)), world_size, needs="buffers")
+    def test_running_statistics_are_those_of_one_process(self, world_size: int) -> None:
+        for data in (TinyData(), TinyData(accumulate=2, ragged=True)):
+            scenario = Scenario(model=TinyModelOptions(batch_norm=True), data=data)
+            self._equals(scenario, world_size, needs="buffers")
 
     def test_synchronized_batch_norm_is_not_ignored_on_a_cpu(self, world_size: int) -> None:
         if self.device != "cpu" or world_size == 1:

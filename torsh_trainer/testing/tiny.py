@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from torsh_trainer.strategies.base import MicroBatch
+from torsh_trainer.strategies.base import MicroBatch, Place
 from torsh_trainer.task import Mean, Task
 
 VOCABULARY = 11
@@ -184,7 +184,9 @@ class TinyData:
             batch["factor"].fill_(float("inf"))
         filler = in_tail and place > 1
         weight = 0.0 if filler else float((batch["targets"] != PADDING).sum())
-        return MicroBatch(batch, weight, rng_key=step * world_size * self.accumulate + place)
+        count = world_size * self.accumulate
+        known = Place(place, 2 if in_tail else count)
+        return MicroBatch(batch, weight, step * count + place, known)
 
     def evaluation(self, world_size: int) -> list[list[tuple[Any, bool]]]:
         """Two batches for each rank; the last one of the last rank does not count."""

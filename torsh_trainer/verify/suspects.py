@@ -59,7 +59,7 @@ def suspect_of(
             "every step; see whether fewer steps (verify.steps) or a lower rate agree",
         )
     rule = _RULES[quantity](moment, facts, reference)
-    if quantity == "loss":
+    if quantity == "loss" and rule.name != "buffers":
         rule = _update_before(comparison, moment) or rule
     return Suspect(moment.step, quantity, rule.name, rule.because)
 
@@ -98,6 +98,13 @@ def _forward(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> 
             "data",
             f"{moment.mine.get('samples')} samples were consumed instead of "
             f"{moment.reference.get('samples')}: the batch arithmetic, or the end of an epoch",
+        )
+    changing = moment.mine.get("changing_buffers") or moment.reference.get("changing_buffers")
+    if changing:
+        return Rule(
+            "buffers",
+            f"training forwards change {', '.join(changing)} and read what they have changed: "
+            "another number of processes or micro-batches gives other values, and another loss",
         )
     return Rule(
         "data",

@@ -73,6 +73,7 @@ class Witness(Callback):
             values["lr"], self._rate = self._rate, None
         assert self._engine is not None
         values |= self._engine.last_step()
+        values["changing_buffers"] = list(self._engine.changing_buffers())
         self._write(report.step, {**values, "samples": report.samples})
 
     def _write(self, step: int, values: Mapping[str, Any]) -> None:

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torsh_trainer.checkpoint.base import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Clip, Job, LossReport, MicroBatch, StepOutcome
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.state import load_optimizers
@@ -176,9 +175,6 @@ class DeepSpeedEngine(NativeEngine):
 
     # -- what differs ---------------------------------------------------------------------------
 
-    def _share_buffers(self) -> None:
-        modules.share(self.model.buffers(), self.comm)
-
     def close(self) -> None:
         self.zero_grad()
         for hook in self._hooks:
@@ -328,6 +324,7 @@ class ZeroEngine(DeepSpeedEngine):
             self._zero.override_loss_scale(self._scaler.scale)
         if self._ema is not None and "ema" in state:
             self._ema.load_state_dict(state["ema"])
+        self._buffers.reload()
 
     def _flats(self) -> list[list[Tensor]]:
         """The partitions of each group of the inner optimizer."""

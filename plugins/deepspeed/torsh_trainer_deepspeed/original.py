@@ -152,7 +152,7 @@ class OriginalEngine(NativeEngine):
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
         parts = []
-        for i, (batch, weight, rng_key) in enumerate(micro_batches):
+        for i, (batch, weight, rng_key, _) in enumerate(micro_batches):
             if i:
                 self._wrapped.step()  # of the micro-batch before: no more than its count
             if rng_key is not None:

@@ -110,6 +110,7 @@ class HorovodEngine(NativeEngine):
             averaging_ranks=1 if knobs.op == "sum" else comm.world.size,
             gradient_scale=knobs.gradient_scale_on(comm.world),
             wrap_optimizer=_distributed(hvd, model, groups, options),
+            broadcast_buffers=knobs.broadcast_buffers,
         )
         self._hooked: set[nn.Parameter] = set()
         for optimizer in self._distributed:
@@ -160,8 +161,6 @@ class HorovodEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
-        if self._knobs.broadcast_buffers:
-            self._share_buffers()
         report = super().forward_backward(micro_batches, total_weight, task)
         self._finish()
         return report
@@ -255,12 +254,6 @@ class HorovodEngine(NativeEngine):
         self.comm.all_reduce(flags, op="max")
         used = flags.tolist()
         return [p for p, anywhere in zip(self._parameters, used, strict=True) if not anywhere]
-
-    def _shares_buffers(self, *, manual: bool) -> bool:
-        return self._knobs.broadcast_buffers
-
-    def _share_buffers(self) -> None:
-        modules.share(self.model.buffers(), self.comm)
 
     @property
     def _distributed(self) -> Sequence[Any]:

@@ -134,7 +134,7 @@ class OriginalEngine(NativeEngine):
     ) -> LossReport:
         self._distributed.zero_grad()
         parts = []
-        for batch, weight, rng_key in micro_batches:
+        for batch, weight, rng_key, _ in micro_batches:
             if rng_key is not None:
                 for generator in self._generators:
                     generator.manual_seed(rng_key)

@@ -26,6 +26,7 @@ from torsh_trainer.strategies.base import (
     StepOutcome,
     Strategy,
 )
+from torsh_trainer.strategies.buffers import Buffers
 from torsh_trainer.strategies.state import (
     load_optimizers,
     load_tensors,
@@ -83,6 +84,7 @@ class ExampleEngine(Engine):
         self._names = {id(p): name for name, p in self.model.named_parameters()}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             comm.broadcast(tensor.detach(), src=0)
+        self._buffers = Buffers(self.model, comm, averages=job.task.running_averages(self.model))
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -94,7 +96,10 @@ class ExampleEngine(Engine):
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
         parts = []
-        for batch, weight, rng_key in micro_batches:
+        self._buffers.begin_step(micro_batches[0].place)
+        for micro in micro_batches:
+            batch, weight, rng_key, _ = micro
+            before = self._buffers.before(micro)
             if rng_key is not None:
                 torch.manual_seed(rng_key)
             loss = task.loss(task.forward(self.model, batch), batch)
@@ -102,7 +107,9 @@ class ExampleEngine(Engine):
             # A loss over nothing may be 0/0, and NaN * 0 is NaN.
             counted = loss if weight else torch.nan_to_num(loss)
             (counted * (weight / total_weight)).backward()
+            self._buffers.after(micro, before)
             parts.append((loss.detach(), weight))
+        self._buffers.end_step()
         self._sum_gradients()
         return LossReport(tuple(parts))
 
@@ -189,7 +196,7 @@ class ExampleEngine(Engine):
                 yield outputs
 
     def _in_evaluation(self, batches: Iterable[tuple[Any, bool]]) -> Iterator[tuple[Any, bool]]:
-        self._share_buffers()
+        self._buffers.gather()
         training = self.model.training
         self.model.eval()
         try:
@@ -201,7 +208,7 @@ class ExampleEngine(Engine):
     # -- state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        self._share_buffers()
+        self._buffers.gather()
         return {
             "model": dict(self.model.state_dict()),
             "optimizer": {
@@ -218,13 +225,10 @@ class ExampleEngine(Engine):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_tensors(self.model.state_dict(), state["model"])
         load_optimizers(self.optimizers, state["optimizer"], self._names)
+        self._buffers.reload()
 
     def close(self) -> None:
         self.zero_grad()
-
-    def _share_buffers(self) -> None:
-        for buffer in self.model.buffers():
-            self._comm.broadcast(buffer.detach(), src=0)
 
 
 def _check(loss: Tensor) -> None:
