@@ -50,8 +50,8 @@ class DDP(Strategy):
     whole backward, in flat buckets, instead of during it. ``find_unused_parameters`` allows
     parameters without a gradient, and lists them. ``static_graph`` promises that every step uses
     the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets: one copy less.
-    ``broadcast_buffers`` takes rank 0's buffers in every step, of those that a forward changes. ``backward_passes_per_step``
-    sums that many backward passes instead of averaging them, and ``op`` sum adds gradients up over
+    ``broadcast_buffers`` takes rank 0's buffers in every step, of those that a forward changes.
+    ``backward_passes_per_step`` sums that many backward passes instead of averaging them, and ``op`` sum adds gradients up over
     processes (both multiply the gradient, as Horovod's options of these names do). ``zero_unused``
     gives parameters that a step does not reach gradients of zero, so that they decay and their
     momentum goes on, as under Horovod and DeepSpeed. ``zero1`` shards the optimizer state over

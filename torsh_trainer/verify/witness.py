@@ -68,7 +68,7 @@ class Witness(Callback):
     def on_step(self, report: StepReport) -> None:
         assert report.metrics is not None, "every step is reported"
         names = ("loss", "grad_norm", "lr", "skipped")
-        values = {name: report.metrics.get(name) for name in names}
+        values: dict[str, Any] = {name: report.metrics.get(name) for name in names}
         if self._rate is not None:
             values["lr"], self._rate = self._rate, None
         assert self._engine is not None
