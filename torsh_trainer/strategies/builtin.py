@@ -44,8 +44,8 @@ class BuiltIn(Strategy):
     own. ``overlap`` false communicates after the whole backward instead of during it.
     ``find_unused_parameters`` allows parameters without a gradient, at the price of one small
     reduction a step. ``broadcast_buffers`` takes rank 0's buffers in every step, of
-    those that a forward changes. ``zero1`` cuts the optimizer's state and step over processes; where these share memory (mpi, one host) the
-    parameters lie there, once for all of them.
+    those that a forward changes. ``zero1`` cuts the optimizer's state and step over processes;
+    where these share memory (mpi, one host) the parameters lie there, once for all of them.
     """
 
     backend: ClassVar[str]

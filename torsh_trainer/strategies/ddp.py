@@ -51,10 +51,10 @@ class DDP(Strategy):
     parameters without a gradient, and lists them. ``static_graph`` promises that every step uses
     the same ones. ``gradient_as_bucket_view`` lets gradients live in the buckets: one copy less.
     ``broadcast_buffers`` takes rank 0's buffers in every step, of those that a forward changes.
-    ``backward_passes_per_step`` sums that many backward passes instead of averaging them, and ``op`` sum adds gradients up over
-    processes (both multiply the gradient, as Horovod's options of these names do). ``zero_unused``
-    gives parameters that a step does not reach gradients of zero, so that they decay and their
-    momentum goes on, as under Horovod and DeepSpeed. ``zero1`` shards the optimizer state over
+    ``backward_passes_per_step`` sums that many backward passes instead of averaging them, and
+    ``op`` sum adds gradients up over processes (both multiply the gradient, as Horovod's options of
+    these names do). ``zero_unused`` gives parameters that a step does not reach gradients of zero,
+    so that they decay and their momentum goes on, as under Horovod and DeepSpeed. ``zero1`` shards the optimizer state over
     processes (ZeroRedundancyOptimizer).
     """
 

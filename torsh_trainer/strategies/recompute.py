@@ -38,7 +38,7 @@ def _refuse_state(slots: list[Slot]) -> None:
         if slot.key not in slot.module._non_persistent_buffers_set:
             raise Unsupported(
                 "trainer.activation_checkpointing=true under trainer.compile would run twice in "
-                f"every step what changes the buffer {slot.key!r} of a {type(slot.module).__name__}",
+                f"a step what changes the buffer {slot.key!r} of a {type(slot.module).__name__}",
                 fix="leave one of the two out, or leave that module out by "
                 "trainer.checkpoint_modules",
             )

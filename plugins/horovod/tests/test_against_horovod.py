@@ -96,7 +96,7 @@ def rounded(scenario: Scenario, ranks: int) -> dict[str, Any]:
         sums = [torch.zeros_like(p, dtype=torch.float16) for p in model.parameters()]
         for micros in cut:
             model.zero_grad()
-            for batch, weight, _ in micros:
+            for batch, weight, *_ in micros:
                 loss = task.loss(model(batch["tokens"]), batch)
                 (loss * (weight * ranks / total_weight(cut))).backward()
             for whole, parameter in zip(sums, model.parameters(), strict=True):

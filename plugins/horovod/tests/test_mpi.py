@@ -72,7 +72,7 @@ def combined(scenario: Scenario, ranks: int) -> dict[str, Tensor]:
         moves = []
         for micros in scenario.data.step(number, ranks):
             model.zero_grad()
-            for batch, _, _ in micros:
+            for batch, *_ in micros:
                 (task.loss(model(batch["tokens"]), batch) / len(micros)).backward()
             optimizer.step()
             moves.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
