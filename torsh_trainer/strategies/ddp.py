@@ -54,8 +54,8 @@ class DDP(Strategy):
     ``backward_passes_per_step`` sums that many backward passes instead of averaging them, and
     ``op`` sum adds gradients up over processes (both multiply the gradient, as Horovod's options of
     these names do). ``zero_unused`` gives parameters that a step does not reach gradients of zero,
-    so that they decay and their momentum goes on, as under Horovod and DeepSpeed. ``zero1`` shards the optimizer state over
-    processes (ZeroRedundancyOptimizer).
+    so that they decay and their momentum goes on, as under Horovod and DeepSpeed. ``zero1`` shards
+    the optimizer state over processes (ZeroRedundancyOptimizer).
     """
 
     name: ClassVar[str] = "ddp"
