@@ -82,6 +82,9 @@ class CoursedRank(Rank):
         info = super()._info()
         return info if self.course.sized else replace(info, batch_size=0, micro_batch_size=0)
 
+    def _check_data(self) -> None:
+        """The course makes and reads its own data."""
+
     def _fit(self) -> None:
         self.loop.fit()
 

@@ -17,16 +17,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torsh_trainer.broadcasts import refused_broadcasts
 from torsh_trainer.callbacks.base import (
     Callback,
     EvaluationReport,
     SaveReport,
     StepReport,
+    asks_to_stop,
     load_states,
     states_of,
 )
 from torsh_trainer.callbacks.base import named_callbacks as named_callbacks
 from torsh_trainer.checkpoint.base import Checkpointer
+from torsh_trainer.checkpoint.finite import first_nonfinite
 from torsh_trainer.checkpoint.memory import gathered
 from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.comm.base import Communicator
@@ -42,6 +45,7 @@ from torsh_trainer.pace import Pace
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import BrokenOffError, Limits, Stop, Watch
 from torsh_trainer.strategies.base import Clip, Engine
+from torsh_trainer.strategies.foreign import foreign_parameters, refuse_trained
 from torsh_trainer.task import Mean, Task
 
 log = logging.getLogger(__name__)
@@ -93,6 +97,7 @@ class Loop:
         self._listeners = [c for c in self._readers if c.every_step]
         self._prepared = False
         self._first_step = 0  # of this fit
+        self._foreign: dict[str, Tensor] = {}  # parameters that the engine does not know
         self._next_due = 0.0  # the next step at which something may be due
         self._since = _Since(time.perf_counter(), self.position.samples, self.position.step)
         self._started = time.perf_counter()
@@ -108,10 +113,11 @@ class Loop:
         """
         self.feed = feed
         self._first_step = self.position.step
+        self._foreign = foreign_parameters(self.task, self.engine.model)
         self._started = time.perf_counter()
         self._since = _Since(self._started, self.position.samples, self.position.step)
         self.membership.keep(self.position.step, self.snapshot)
-        with Signals() as signals:
+        with Signals() as signals, refused_broadcasts():
             stop = Stop(self.comm, self.limits, signals, self._started)
             try:
                 self._fit(feed, stop)
@@ -131,13 +137,20 @@ class Loop:
         self._rate(self.position.samples - before)
         if stop.signal:
             return
-        if self.cadence.save_at_end and self._saved_at < self.position.step:
-            self.save()
+        if self.position.step > self._first_step:
+            self._end_training()
         self._tell_the_rest()
         if self._evaluates and self._evaluated_at < self.position.step:
             self._evaluate_now("eval", stop)
         self._end_saving()
         stop.meet(self.position.step)
+
+    def _end_training(self) -> None:
+        """Saves what is due, and ends on no weights that are not finite."""
+        if self.cadence.save_at_end and self._saved_at < self.position.step:
+            self.save()
+        elif self._saved_at < self.position.step and self.on_nonfinite != "continue":
+            self._check_weights()
 
     def _begin(self, stop: Stop) -> bool:
         """Does what an interrupted run still owed; true when nothing is left to train."""
@@ -179,6 +192,8 @@ class Loop:
         position, engine = self.position, self.engine
         engine.zero_grad()
         report = engine.forward_backward(work.micro_batches, work.weight, self.task)
+        if self._foreign:
+            refuse_trained(self._foreign)
         if self.pace.follows_updates:
             self.pace.before_update(position.updates)
         outcome = engine.step(self.clip, measure_norm=measure_norm)
@@ -264,8 +279,9 @@ class Loop:
         report = StepReport(position.step, position.epoch, position.samples, metrics)
         stop = False
         for callback in self._listeners if metrics is None else self._readers:
-            if callback.on_step(report):
-                stop = True
+            answer = callback.on_step(report)
+            if answer:
+                stop = asks_to_stop(callback, "on_step", answer)
         return stop
 
     def _metrics(self, norm: Tensor | None) -> dict[str, float]:
@@ -285,6 +301,8 @@ class Loop:
         }
         if norm is None:
             del metrics["grad_norm"]
+        elif not math.isfinite(metrics["grad_norm"]):
+            self._check_update()
         since.restart(now, position)
         self._logged_at = position.step
         return metrics
@@ -302,8 +320,8 @@ class Loop:
         Raises:
             TrainingError: it is not finite, and that is to stop the run.
         """
-        if not self._pending_weight:
-            return math.nan if self.train_loss is None else self.train_loss
+        if not self._pending_weight:  # nothing yet, or every step was skipped
+            return math.nan
         total = self.comm.reduce_values([self._summed()])[0]
         mean = total / self._pending_weight
         if not math.isfinite(mean) and self.on_nonfinite == "stop":
@@ -338,6 +356,35 @@ class Loop:
             step=step,
         )
 
+    def _check_weights(self, state: Mapping[str, Any] | None = None) -> None:
+        """Finds what a finite loss does not tell: its gradient was not, and the weights are not.
+
+        ``state`` is the engine's of this moment, where it is known. Collective.
+
+        Raises:
+            TrainingError: a weight that trains is not finite.
+        """
+        model = (self.engine.state_dict() if state is None else state)["model"]
+        trained = [n for n, p in self.engine.model.named_parameters() if p.requires_grad]
+        name = first_nonfinite(model, trained, self.comm)
+        if name is None:
+            return
+        what = f"the weights are not finite after step {self.position.step}, first {name}"
+        if self.on_nonfinite == "continue":
+            log.warning("%s", what)
+            return
+        raise TrainingError(
+            what,
+            fix="lower optimizer.lr, set trainer.max_grad_norm, or trainer.on_nonfinite=skip",
+            step=self.position.step,
+            parameter=name,
+        )
+
+    def _check_update(self) -> None:
+        """After a step whose gradients were not finite, unless it was skipped."""
+        if self.on_nonfinite == "stop" and not self._skipped_in_a_row:
+            self._check_weights()
+
     # -- evaluation and saving ------------------------------------------------------------------
 
     def _evaluate_now(self, split: str, stop: Stop) -> bool:
@@ -351,7 +398,10 @@ class Loop:
             raise
         self._evaluated_at = self.position.step
         self.pace.on_evaluate(report.metrics)
-        wants_stop = [callback.on_evaluate(report) for callback in self.callbacks]
+        wants_stop = [
+            asks_to_stop(callback, "on_evaluate", callback.on_evaluate(report))
+            for callback in self.callbacks
+        ]
         self._since.pause(report.wall_s)
         return any(wants_stop)
 
@@ -368,7 +418,8 @@ class Loop:
         """Metrics of a split, reduced over all ranks; ``watch`` may end the batches early."""
         began = time.perf_counter()
         batches = watch(self.batches(split))
-        sums = self.engine.evaluate(batches, self.task, averaged=self.averaged)
+        with refused_broadcasts():
+            sums = self.engine.evaluate(batches, self.task, averaged=self.averaged)
         means = self.task.summarise(reduced(sums, self.comm))
         if split == "eval":
             self.metrics = means
@@ -392,7 +443,9 @@ class Loop:
         failed = self._last_save_failed()
         # A checkpoint's metrics are of its own weights, or it has none.
         measured = self.metrics if self._evaluated_at == self.position.step else {}
-        path = self.checkpointer.save(self.position.step, self.state(), measured)
+        state = self.state()
+        self._check_weights(state["engine"])
+        path = self.checkpointer.save(self.position.step, state, measured)
         if failed:  # a second failure in a row is not for the next save to find out
             self.checkpointer.wait()
         self._saved_at = self.position.step

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from torsh_trainer import hardware, resume
-from torsh_trainer.callbacks.base import MainOnly, RunInfo
+from torsh_trainer.callbacks.base import MainOnly, RunInfo, asks_to_stop
 from torsh_trainer.callbacks.summary import summarise
 from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
@@ -28,6 +28,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.course import Restored
 from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
 from torsh_trainer.data.feed import TrainFeed, eval_batches
+from torsh_trainer.data.sameness import check_same_data
 from torsh_trainer.data.sampler import Cut, mix
 from torsh_trainer.data.stream import has_length, keeps_state
 from torsh_trainer.errors import ConfigError
@@ -84,11 +85,12 @@ class Rank:
 
     def run(self) -> None:
         self.membership.begin()
+        self._check_data()
         if self.trains and self.trainer.checkpoint.saves:
             self.checkpointer.claim()
         self._resume()
         info = self._info()
-        answers = [callback.on_start(info) for callback in self.callbacks]
+        answers = [asks_to_stop(c, "on_start", c.on_start(info)) for c in self.callbacks]
         self.loop.wants_stop = any(answers)
         for stage in self.trainer.stages:
             getattr(self, f"_{stage}")()
@@ -266,7 +268,26 @@ class Rank:
             self.cut,
             self.comm,
             limit=self.trainer.eval_batches,
+            seed=self.trainer.seed,
         )
+
+    def _check_data(self) -> None:
+        """Makes what the stages read, and refuses what is not the same on all ranks."""
+        trainer = self.trainer
+        check_same_data(self.task, self._splits, trainer.loading, self.comm, seed=trainer.seed)
+
+    @property
+    def _splits(self) -> list[str]:
+        """The splits that the stages read, training's first."""
+        trainer, stages = self.trainer, self.trainer.stages
+        during_fit = trainer.eval_every is not None or trainer.eval_every_epochs is not None
+        reads = {
+            "train": any(stage in ("fit", "find_lr", "find_batch_size") for stage in stages),
+            "eval": "evaluate" in stages or (self.trains and during_fit),
+            "test": "test" in stages,
+            "predict": "predict" in stages,
+        }
+        return [split for split, is_read in reads.items() if is_read]
 
     @property
     def elsewhere(self) -> str:

@@ -6,9 +6,12 @@ cuts, moves, weights and reduces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import torch
 from torch import Size, Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,6 +31,48 @@ class Mean(NamedTuple):
 
     total: Tensor | float
     weight: Tensor | float
+
+
+def sum_of(name: str, means: Sequence[Mean]) -> Mean:
+    """The sum of a metric's parts, unread; one of weight 0 adds nothing, whatever its total.
+
+    Raises:
+        ConfigError: a part is no ``Mean`` of two numbers.
+    """
+    for mean in means:
+        if not isinstance(mean, Mean):
+            raise ConfigError(
+                f"task.evaluate gave a {type(mean).__name__} for {name!r}",
+                fix="give Mean(sum of the values, their weight), so that batches and ranks add up",
+            )
+    totals, weights = (
+        [_number(name, value) for value in part] for part in zip(*means, strict=True)
+    )
+    if not any(isinstance(value, Tensor) for value in (*totals, *weights)):
+        counted = [(t, w) for t, w in zip(totals, weights, strict=True) if w]
+        return Mean(float(sum(t for t, _ in counted)), float(sum(w for _, w in counted)))
+    total, weight = _column(totals), _column(weights)
+    counts = (weight != 0).to(total.device)
+    return Mean(torch.where(counts, total, 0.0).sum(), weight.sum())
+
+
+def _number(name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.numel() != 1:
+        raise ConfigError(
+            f"task.evaluate gave a tensor of shape {tuple(value.shape)} in the Mean of {name!r}",
+            fix="give one number a metric: sum it, or name a metric for each",
+        )
+    return value.detach().reshape(())
+
+
+def _column(values: list[Any]) -> Tensor:
+    """Numbers and 0-dim tensors as one tensor, float64, where the first tensor is."""
+    device = next((v.device for v in values if isinstance(v, Tensor)), None)
+    if all(isinstance(value, Tensor) for value in values):
+        return torch.stack(values).double()
+    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
 
 
 class DataSource:
@@ -101,12 +146,12 @@ class Task:
         Asked of the batch on the host, before it moves to the device. Only used when
         ``sample_weight`` is None.
         """
-        return float(batch_size_of(batch))
+        return float(samples_of(batch))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Mean]:
         """Sums of metrics over a batch, by name. Default: the loss alone."""
         outputs = self.forward(model, batch)
-        weight = self.weight(batch) if self.sample_weight is None else float(batch_size_of(batch))
+        weight = self.weight(batch) if self.sample_weight is None else float(samples_of(batch))
         return {"loss": Mean(self.loss(outputs, batch).detach() * weight, weight)}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -169,6 +214,29 @@ class Task:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what ``state_dict`` gave."""
+
+
+_SAMPLES: ContextVar[int | None] = ContextVar("samples", default=None)
+
+
+@contextlib.contextmanager
+def sampled(samples: int) -> Iterator[None]:
+    """Says that the batch at hand was made of so many samples, whatever its shape."""
+    _SAMPLES.set(samples)
+    try:
+        yield
+    finally:
+        _SAMPLES.set(None)
+
+
+def samples_of(batch: Any) -> int:
+    """How many samples the batch at hand holds: as its loader says, else by its shape.
+
+    Raises:
+        ConfigError: nobody says, and there is no tensor in it.
+    """
+    samples = _SAMPLES.get()
+    return batch_size_of(batch) if samples is None else samples
 
 
 def batch_size_of(batch: Any) -> int:

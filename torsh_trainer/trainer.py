@@ -26,6 +26,7 @@ from torsh_trainer.rundir import fresh_name
 from torsh_trainer.schedule.base import Schedule, StatefulSchedule
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.task import Task
+from torsh_trainer.uncalled import refuse_uncalled
 from torsh_trainer.world import World
 
 _INLINE = Inline()
@@ -137,6 +138,7 @@ class Trainer:
             raise ConfigError(
                 f"trainer.ema_decay={self.ema_decay} is not between 0 and 1", fix="0.999 is usual"
             )
+        refuse_uncalled(self.task, self.callbacks)
         seconds(self.max_time, option="trainer.max_time")
         unknown = set(self.stages) - set(get_args(Stage))
         if unknown or not self.stages:

@@ -214,16 +214,19 @@ class _PlannedTask(Buildable):
     """A task with what it is given: a factory of models, the data source, the optimizer.
 
     A task that does not take ``data`` or ``optimizer`` in its constructor has them as attributes.
+    What the constructors draw follows from ``seed``, so that every process makes the same data.
     """
 
     task: Plan
     source: Plan | None
     optimizer: OptimizerSpec | None
+    seed: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any], source: Plan | None) -> _PlannedTask:
         # torch loads here: see work.
         from torsh_trainer.optimizers import OptimizerSpec
+        from torsh_trainer.trainer import Trainer
 
         model = plan(config["model"], key="model") if config.get("model") else None
         node = config.get("optimizer")
@@ -231,9 +234,16 @@ class _PlannedTask(Buildable):
         given = {"model": model and model.build, "data": source, "optimizer": optimizer}
         given = {name: value for name, value in given.items() if value is not None}
         _check_parts(config, given)
-        return cls(plan(config["task"], key="task", given=given), source, optimizer)
+        seed = (config.get("trainer") or {}).get("seed", Trainer.seed)
+        return cls(plan(config["task"], key="task", given=given), source, optimizer, seed)
 
     def build(self) -> Task:
+        from torsh_trainer.data.splits import making_data  # torch loads here: see work
+
+        with making_data(int(self.seed)):
+            return self._built()
+
+    def _built(self) -> Task:
         from torsh_trainer.task import Task  # torch loads here: see work
 
         task = self.task.build()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torsh_trainer.errors import ConfigError
 from torsh_trainer.world import World
 
 
@@ -140,6 +141,22 @@ class Callback:
 
 class MainOnly(Callback):
     """A callback that lives on rank 0 alone; the loop leaves it out on every other rank."""
+
+
+def asks_to_stop(callback: Callback, hook: str, answer: Any) -> bool:
+    """Whether what a hook returned is True.
+
+    Raises:
+        ConfigError: it is neither a truth value nor None: a number that is not 0 stops no run.
+    """
+    if answer is None or isinstance(answer, bool):
+        return bool(answer)
+    if str(getattr(answer, "dtype", "")).endswith("bool"):
+        return bool(answer)
+    raise ConfigError(
+        f"{type(callback).__name__}.{hook} returned a {type(answer).__name__}",
+        fix="return True to stop the run, False or None to go on",
+    )
 
 
 def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:

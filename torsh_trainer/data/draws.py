@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 
 import torch
 
@@ -17,6 +19,22 @@ def seed_draws(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:  # the legacy generator is what a dataset shares with its libraries
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """Within the block the same generators begin at ``seed``; after it they are as they were."""
+    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state(legacy=False)
+    seed_draws(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 def forward_generators(device: torch.device) -> list[torch.Generator]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
@@ -23,9 +24,11 @@ from torsh_trainer.data.batch import MicroBatch, Step
 from torsh_trainer.data.draws import Failed, seed_draws
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, Share, StepPlan, mix
+from torsh_trainer.data.splits import dataset_of
 from torsh_trainer.data.stream import Stream, digest
+from torsh_trainer.data.weighting import drawable, sample_weights_of
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.task import Task
+from torsh_trainer.task import Task, sampled
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ class TrainFeed:
         self._forward_keys = ForwardKeys(seed)
         self._step = step
         self._move = _mover(comm.device)
-        dataset = task.data.train
+        dataset = dataset_of(task, "train", seed=seed)
         if dataset is None:
             raise ConfigError("the task has no training data", fix="give task.data a train dataset")
         self.steps_per_epoch: int | None = None
@@ -85,9 +88,11 @@ class TrainFeed:
             )
             self._loaded = self._stream.steps()
             return
+        # Before overfit_batches takes the first samples: the weights are of all.
+        weights = sample_weights_of(task, len(dataset), seed=seed) if loading.weighted else None
         if overfit_batches is not None:
             dataset = _First(dataset, overfit_batches * cut.batch_size)
-        sampler = _sampler(task, dataset, loading, cut, seed)
+        sampler = _sampler(dataset, loading, cut, seed, weights)
         self.steps_per_epoch = sampler.steps_per_epoch
         self._loaded = _loaded(sampler, dataset, collate_of(task), loading, comm.device, consumed)
 
@@ -161,21 +166,29 @@ class TrainFeed:
         keys = self._keys(len(plan.shares))
         places = self._cut.places(len(keys), plan.samples)
         for batch, share, key, place in zip(batches, plan.shares, keys, places, strict=True):
-            weight = float(self._task.weight(batch)) if share.counts else 0.0
+            weight = self._weight(batch, share)
             micro.append(MicroBatch(self._move(batch), weight, key, place))
         total = torch.tensor([sum(one.weight for one in micro)], dtype=torch.float64)
         total = self._comm.place(total)
         work = self._comm.all_reduce(total, async_op=True)
         return plan, micro, total, work
 
+    def _weight(self, batch: Any, share: Share) -> float:
+        """NaN for what is no weight: every rank sees it in the sum, and refuses."""
+        if not share.counts:
+            return 0.0
+        with sampled(len(share.ids)):
+            weight = float(self._task.weight(batch))
+        return weight if weight >= 0.0 else math.nan
+
     def _finish(self, plan: StepPlan, micro: list[Any], total: Tensor, work: Any) -> Step:
         work.wait()
         weight = float(total.item())
-        if weight <= 0.0:
-            raise ConfigError(
-                f"a whole global batch in epoch {plan.epoch} has weight {weight}",
-                fix="check task.weight: it counts what the loss is a mean over",
-            )
+        if not 0.0 < weight < math.inf:
+            what = f"a whole global batch in epoch {plan.epoch} has weight {weight}"
+            if math.isnan(weight):
+                what = f"task.weight gave a negative number or NaN in epoch {plan.epoch}"
+            raise ConfigError(what, fix="check task.weight: it counts what the loss is a mean over")
         return Step(micro, weight, plan.samples, plan.epoch, plan.ends_epoch)
 
 
@@ -187,16 +200,17 @@ def eval_batches(
     comm: Communicator,
     *,
     limit: int | None = None,
+    seed: int = 0,
 ) -> Iterator[tuple[Any, bool]]:
     """This rank's batches of a split, on the device, each with whether it counts.
 
     Every rank gets as many; ``limit`` bounds them. Batch ``g`` of the split goes to rank
-    ``g % dp_size``.
+    ``g % dp_size``. A dataset that is only made now is made under the run's ``seed``.
 
     Raises:
         ConfigError: the task has no such split, or it is empty.
     """
-    dataset = getattr(task.data, split)
+    dataset = dataset_of(task, split, seed=seed)
     if dataset is None:
         raise ConfigError(
             f"the task has no {split} data",
@@ -218,7 +232,9 @@ def eval_batches(
     else:
         raise ConfigError(f"the {split} data is empty", fix="check the data source's options")
     for plan, batches in steps:
-        yield move(batches[0]), bool(plan.shares[0].counts)
+        share = plan.shares[0]
+        with sampled(len(share.ids)):
+            yield move(batches[0]), bool(share.counts)
 
 
 def _one_pass(
@@ -266,21 +282,17 @@ def collate_of(task: Task) -> Callable[[list[Any]], Any]:
     return task.data.collate or default_collate
 
 
-def _sampler(task: Task, dataset: Any, loading: Loading, cut: Cut, seed: int) -> GlobalSampler:
+def _sampler(
+    dataset: Any, loading: Loading, cut: Cut, seed: int, weights: Tensor | None
+) -> GlobalSampler:
     size = len(dataset)
     if size < cut.batch_size:
         raise ConfigError(
             f"the training data has {size} samples, and one global batch takes {cut.batch_size}",
             fix=f"set data.batch_size={max(size, 1)} or less" if size else "check the data source",
         )
-    weights = task.data.sample_weights() if loading.weighted else None
-    if loading.weighted and weights is None:
-        raise ConfigError(
-            "data.weighted=true, but the data source gives no sample weights",
-            fix="define sample_weights() on it, or set data.weighted=false",
-        )
-    if weights is not None:
-        weights = weights[:size]  # overfit_batches takes the first samples
+    if weights is not None and len(weights) > size:
+        weights = drawable(weights[:size], "the first sample_weights()")
     return GlobalSampler(
         size, cut, seed, shuffle=loading.shuffle, drop_last=loading.drop_last, weights=weights
     )

@@ -29,6 +29,7 @@ from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.membership import Membership
 from torsh_trainer.precision import Precision
+from torsh_trainer.strategies.foreign import refuse_stepped
 from torsh_trainer.task import Mean, Task
 from torsh_trainer.world import World
 
@@ -153,15 +154,19 @@ class Job:
         """The task's optimizers over the parameters as the engine holds them.
 
         Raises:
-            ConfigError: none of the parameters train.
+            ConfigError: none of the parameters train, or an optimizer has one that is not the
+                model's.
         """
-        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        named = list(named_parameters)
+        trainable = [(name, p) for name, p in named if p.requires_grad]
         if not trainable:
             raise ConfigError(
                 "the optimizer has no parameters: nothing in the model requires a gradient",
                 fix="unfreeze something (trainer.frozen), or check task.build_model",
             )
-        return self.task.build_optimizers(trainable)
+        optimizers = self.task.build_optimizers(trainable)
+        refuse_stepped(self.task, optimizers, [p for _, p in named])
+        return optimizers
 
 
 class Engine(abc.ABC):

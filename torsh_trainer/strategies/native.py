@@ -36,7 +36,7 @@ from torsh_trainer.strategies.state import (
     optimizer_state,
 )
 from torsh_trainer.strategies.trained import Change, agree, change_of, has_changed, noted, replayed
-from torsh_trainer.task import Mean, Task
+from torsh_trainer.task import Mean, Task, sum_of
 
 DTYPES: dict[DTypeName, torch.dtype] = {
     "fp32": torch.float32,
@@ -312,19 +312,14 @@ class NativeEngine(Engine):
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], task: Task, *, averaged: bool = False
     ) -> dict[str, Mean]:
-        sums: dict[str, tuple[list[Any], list[Any]]] = {}
+        parts: dict[str, list[Mean]] = {}
         with self._evaluating(averaged=averaged):
             for batch, counts in batches:
                 metrics = task.evaluate(self.eval_module, batch)
                 if counts:
                     for name, mean in metrics.items():
-                        totals, weights = sums.setdefault(name, ([], []))
-                        totals.append(mean.total)
-                        weights.append(mean.weight)
-        return {
-            name: Mean(self._sum(totals), self._sum(weights))
-            for name, (totals, weights) in sums.items()
-        }
+                        parts.setdefault(name, []).append(mean)
+        return {name: sum_of(name, means) for name, means in parts.items()}
 
     def predict(
         self, batches: Iterable[tuple[Any, bool]], task: Task, *, averaged: bool = False
@@ -334,12 +329,6 @@ class NativeEngine(Engine):
                 outputs = task.predict(self.eval_module, batch)
                 if counts:
                     yield outputs
-
-    def _sum(self, values: list[Any]) -> Tensor | float:
-        """The sum in float64: one read of the list, however many batches there were."""
-        if isinstance(values[0], Tensor):
-            return torch.stack([value.detach() for value in values]).double().sum()
-        return float(sum(values))
 
     @contextlib.contextmanager
     def _evaluating(self, *, averaged: bool) -> Iterator[None]:

@@ -1,0 +1,74 @@
+"""Weights that are not finite in one shard end the run on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from torsh_trainer import DataSource, Loading, OptimizerSpec, Task, Trainer
+from torsh_trainer.errors import TrainingError
+from torsh_trainer.testing.ranks import RankPool
+from torsh_trainer.trainer import run_in
+from torsh_trainer.world import World
+
+X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Source(DataSource):
+    train = TensorDataset(X, X.sum(1, keepdim=True).expand(32, 4).contiguous())
+
+
+class Edge(Task):
+    """In the second step the last output alone has a gradient that is not finite: one row."""
+
+    data = Source()
+    optimizer = OptimizerSpec("SGD", lr=0.05)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(4, 4)
+
+    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.calls += 1
+        loss = F.mse_loss(outputs, batch[1])
+        return loss + (outputs[:, -1] * 0).sum().sqrt() if self.calls == 2 else loss
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2, join=False) as pool:
+        yield pool
+
+
+def said(world: World, folder: Path, strategy: str) -> str:
+    trainer = Trainer(
+        task=Edge(),
+        strategy=strategy,
+        loading=Loading(batch_size=8),
+        max_steps=2,
+        log_every=100,
+        run_dir=folder,
+        device="cpu",
+    )
+    try:
+        run_in(world, trainer)
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "gloo"])
+def test_all_ranks_name_the_parameter_and_nothing_is_saved(ranks, tmp_path, strategy) -> None:
+    first, second = ranks.run(said, tmp_path / "run", strategy)
+    assert first == second
+    assert "the weights are not finite after step 2, first weight" in first
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
