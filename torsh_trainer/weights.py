@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,11 +124,28 @@ def load_pretrained(
     stored, stripped = _unwrapped(stored, target)
     report = _compare(stored, target, str(path), stripped)
     _refuse(report, target, strict=strict)
-    with torch.no_grad():
-        for name in report.loaded:
-            if name in stored:
-                target[name].copy_(stored[name].read())
+    values = {name: stored[name].read() for name in report.loaded if name in stored}
+    take_values(model, values, strict=False)
     return report
+
+
+def take_values(model: nn.Module, values: Mapping[str, Any], *, strict: bool = True) -> None:
+    """``model.load_state_dict`` of ``values``; without ``strict`` they may be some of the names.
+
+    Raises:
+        ConfigError: the module cannot take them.
+    """
+    content = OrderedDict(values)
+    # By it modules know which release of theirs has saved.
+    cast(Any, content)._metadata = getattr(model.state_dict(), "_metadata", None)
+    try:
+        model.load_state_dict(content, strict=strict)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{type(model).__name__}.load_state_dict does not take what its state_dict gives: "
+            + " ".join(str(error).split()),
+            fix="make the two of them fit each other",
+        ) from error
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:

@@ -30,8 +30,8 @@ from torsh_trainer.strategies.base import (
 from torsh_trainer.strategies.buffers import Buffers
 from torsh_trainer.strategies.compressing import Compressed
 from torsh_trainer.strategies.state import (
+    load_model,
     load_optimizers,
-    load_tensors,
     materialise_slots,
     optimizer_state,
 )
@@ -384,7 +384,7 @@ class NativeEngine(Engine):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_tensors(self.model.state_dict(), state["model"])
+        load_model(self.model, state["model"])
         load_optimizers(self.optimizers, state["optimizer"], self._names)
         if self._scaler is not None and "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])

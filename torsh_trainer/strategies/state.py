@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.weights import take_values
 
 log = logging.getLogger(__name__)
 
@@ -151,22 +152,22 @@ def _no_gradient(parameter: Tensor, optimizer: Optimizer) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-def load_tensors(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
-    """Copies tensors by name in place; a tensor that is already the target's own is left alone.
+def load_model(model: nn.Module, source: Mapping[str, Any]) -> None:
+    """Gives ``model`` the values of ``source``, named as in its ``state_dict``, by its own loading.
+
+    ``state_dict`` may give copies, and more than tensors: only the module knows where they go.
 
     Raises:
-        ConfigError: the names differ.
+        ConfigError: the names differ, or the module cannot take the values.
     """
+    target = model.state_dict()
     if set(target) != set(source):
         odd = sorted(set(target) ^ set(source))
         raise ConfigError(
             f"the checkpoint and the model differ in {len(odd)} tensors, {odd[0]!r} among them",
             fix="resume with the model that was saved, or load it by trainer.pretrained",
         )
-    with torch.no_grad():
-        for name, tensor in target.items():
-            if source[name] is not tensor:
-                tensor.copy_(source[name])
+    take_values(model, source)
 
 
 def _holder(optimizer: Optimizer) -> Optimizer:

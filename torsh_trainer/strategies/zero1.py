@@ -8,7 +8,6 @@ value is sent. Elsewhere torch's ZeroRedundancyOptimizer sends them.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -30,14 +29,16 @@ def sharded(comm: Communicator) -> Wrap:
         # Imported here: it pulls in torch.distributed.optim, which no other run needs.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        # AdamW keeps a default of its own that its constructor does not take.
-        known = inspect.signature(type(optimizer)).parameters
-        options = {k: v for k, v in optimizer.defaults.items() if k in known}
+        # Of its class alone torch would make another, from defaults: without what the constructor
+        # has put elsewhere, and without hooks.
+        def part(groups: list[dict[str, Any]], **_: Any) -> Optimizer:
+            return _part(optimizer, [p for group in groups for p in group["params"]])
+
         return ZeroRedundancyOptimizer(
             _groups(optimizer),
-            optimizer_class=type(optimizer),
+            optimizer_class=part,  # type: ignore[arg-type]
             process_group=comm.process_group,
-            **options,
+            **optimizer.defaults,
         )
 
     return wrap

@@ -225,7 +225,7 @@ class DeepSpeed(Strategy):
         if plan.stage and kind not in ELEMENTWISE and own is None:
             raise self.refuse(
                 f"the optimizer {kind} from stage 1 on, which updates cut and flattened parameters",
-                use="take AdamW or SGD, strategy.stage=0, or strategy=fsdp",
+                use="take AdamW or SGD, strategy.stage=0, or strategy=ddp",
             )
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizers

@@ -408,21 +408,21 @@ class TestRoom:
 
     def test_nobody_trains_with_zero1_while_another_still_loads(self):
         def case(comm, slow):
-            plain = native.load_tensors
+            plain = native.load_model
 
-            def late(into, values):
+            def late(model, values):
                 kept = {name: tensor.clone() for name, tensor in values.items()}
                 if comm.world.rank == slow:
-                    for tensor in into.values():
+                    for tensor in model.state_dict().values():
                         tensor.fill_(0.5)
                     time.sleep(0.5)
-                plain(into, kept)
+                plain(model, kept)
 
-            native.load_tensors = late
+            native.load_model = late
             try:
                 return resume(comm, builtin.MPI(zero1=True), Scenario())
             finally:
-                native.load_tensors = plain
+                native.load_model = plain
 
         for slow in (0, 1):
             for went_on, resumed in shared(2, options=MPI).run(case, slow):

@@ -28,8 +28,8 @@ from torsh_trainer.strategies.base import (
 )
 from torsh_trainer.strategies.buffers import Buffers
 from torsh_trainer.strategies.state import (
+    load_model,
     load_optimizers,
-    load_tensors,
     materialise_slots,
     optimizer_state,
 )
@@ -223,7 +223,7 @@ class ExampleEngine(Engine):
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        load_tensors(self.model.state_dict(), state["model"])
+        load_model(self.model, state["model"])
         load_optimizers(self.optimizers, state["optimizer"], self._names)
         self._buffers.reload()
 
