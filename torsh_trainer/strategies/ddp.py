@@ -29,7 +29,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
-from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused
+from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused, summed_in
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.strategies.trained import Change, check_cut, refused
@@ -112,6 +112,8 @@ class DDP(Strategy):
         model = modules.build(job, comm)
         if not self.overlap:
             modules.refuse_sparse(model, "strategy.overlap=false", use="set strategy.overlap=true")
+        if self.zero1:
+            modules.refuse_several_dtypes(model, "strategy.zero1=true", use="strategy.zero1=false")
         module = computing(model, job)
         modules.compiled(job, [module])
         reducer = reducer_for(knobs, model, job, comm)
@@ -335,7 +337,8 @@ class DDPEngine(NativeEngine):
                 ):
                     gradient.copy_(part)
                 continue
-            reduced = (flat if self._held is None else flat.to(self._held)).to(self._reduce_dtype)
+            held = flat if self._held is None else flat.to(summed_in(flat.dtype, self._held))
+            reduced = held.to(summed_in(flat.dtype, self._reduce_dtype))
             self.comm.all_reduce(reduced, op="sum")
             reduced.div_(self.comm.world.size)
             for gradient, part in zip(
@@ -391,7 +394,7 @@ def _reduce_in(
     """
     group, dtype, held = state
     full = bucket.buffer()
-    small = full.to(DTYPES[held]).to(DTYPES[dtype])
+    small = full.to(summed_in(full.dtype, DTYPES[held])).to(summed_in(full.dtype, DTYPES[dtype]))
     small.div_(torch.distributed.get_world_size(group))
     work = torch.distributed.all_reduce(small, group=group, async_op=True)
 
