@@ -45,6 +45,15 @@ class Odd(nn.Module):
         if kind == "complex":
             values = torch.randn(WIDTH, dtype=torch.complex64, generator=draw)
             self.odd = nn.Parameter(values)
+        if kind == "scalar":
+            self.odd = nn.Parameter(torch.tensor(1.5))
+        if kind == "bf16":
+            self.odd = nn.Parameter(torch.ones(WIDTH, dtype=torch.bfloat16))
+        if kind == "transposed":
+            weight = self.tiny.head.weight
+            self.tiny.head.weight = nn.Parameter(weight.detach().t().contiguous().t())
+        if kind == "hook":
+            self.tiny.head.weight.register_hook(lambda gradient: gradient * 2)
         if kind == "float64":
             self.double()
 
@@ -53,6 +62,8 @@ class Odd(nn.Module):
         if self.kind == "complex":
             turned = hidden * self.odd
             hidden = turned.real + turned.imag**2
+        if self.kind in ("scalar", "bf16"):
+            hidden = hidden * self.odd.float()
         for block in self.tiny.blocks:
             hidden = hidden + block(hidden)
         logits: Tensor = self.tiny.head(self.tiny.norm(hidden))
@@ -200,3 +211,30 @@ def test_an_optimizer_without_a_sparse_step_is_refused_before_the_first(
     for words in shared(1 if strategy == Single() else 2).run(train_sparse, strategy, "adamw"):
         assert "optimizer AdamW cannot step a sparse gradient" in words
         assert "sparse=False" in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("scalar", "the parameter 'odd', without dimensions"),
+        ("complex", "the parameter 'odd', complex"),
+        ("bf16", "parameters of several dtypes in one unit"),
+        ("hook", "the parameter 'tiny.head.weight', with a hook of its own"),
+    ],
+)
+def test_fsdp_names_what_it_cannot_cut_before_the_first_step(kind: str, words: str) -> None:
+    for said in shared(2).run(train, FSDP(), Scenario(), kind):
+        assert isinstance(said, str), "it was not refused"
+        assert words in said
+        assert "strategy=ddp" in said
+
+
+@pytest.mark.parametrize("strategy", WHOLE[:5], ids=str)
+@pytest.mark.parametrize("kind", ["scalar", "hook"])
+def test_what_fsdp_cannot_cut_trains_elsewhere(strategy: Strategy, kind: str) -> None:
+    equal_plain(strategy, kind, clip=Clip())
+
+
+@pytest.mark.parametrize("kind", ["transposed", "float64"])
+def test_fsdp_trains_other_layouts_and_dtypes(kind: str) -> None:
+    equal_plain(FSDP(), kind)

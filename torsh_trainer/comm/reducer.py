@@ -32,9 +32,9 @@ class BucketReducer:
     """Sums the gradients of ``parameters`` over the members of ``comm``.
 
     ``bucket_cap_mb`` is the size of a bucket in MiB; a larger parameter is a bucket of its own.
-    Gradients of a dtype are summed in what ``dtype`` makes of it (None: in that), and each enters the
-    sum times ``factor``. With ``overlap`` buckets are reduced while backward goes on, else all of them in
-    ``finish``. With ``finishes`` the end of a backward pass calls ``finish`` by itself.
+    Gradients of a dtype are summed in what ``dtype`` makes of it (None: in that), and each enters
+    the sum times ``factor``. With ``overlap`` buckets are reduced while backward goes on, else all
+    of them in ``finish``. With ``finishes`` the end of a backward pass calls ``finish`` itself.
     ``find_unused`` leaves a gradient that no rank has at None instead of zero, at the price of one
     small reduction; with ``static`` the first answer holds for good. With ``as_views`` gradients
     are views of the buckets afterwards, else they are copied back. ``reduce`` replaces the plain

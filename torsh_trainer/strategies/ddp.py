@@ -138,6 +138,8 @@ class DDPEngine(NativeEngine):
         self.keeps_frozen = knobs.find_unused_parameters
         self._checked = False
         self._within_forward = False
+        self._ready = False  # the wrapper's forward has run since the last backward
+        self._passed_by = False  # the task calls its own model instead of the wrapper
         self._order: list[str] | None = None
         wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
@@ -153,6 +155,8 @@ class DDPEngine(NativeEngine):
             compression=compressed(reducer, model, as_in_memory=knobs.overlap),
         )
         self._reduce_dtype = DTYPES[job.precision.reduce]
+        if self._ddp is not None:
+            self._ddp.register_forward_pre_hook(self._note_forward)
         if reducer is not None and self._ddp is not None:
             refuse_unused(self._ddp, reducer.knobs)
             register(self._ddp, reducer, self._names)
@@ -164,12 +168,14 @@ class DDPEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
-        if self._ddp is None and self._knobs.broadcast_buffers:
+        if self._knobs.broadcast_buffers and (self._ddp is None or self._passed_by):
             self._share_buffers()
         try:
             report = super().forward_backward(micro_batches, total_weight, task)
+            if self._ddp is not None:
+                self._ddp._check_reducer_finalized()
         except RuntimeError as error:
-            raise self._unused_error() or error from error
+            raise self._left_over(error) or error from error
         if not self._checked:
             self._check_unused()
         if self._ddp is None:
@@ -191,6 +197,11 @@ class DDPEngine(NativeEngine):
         super().backward(loss, sync=sync, run=run)
         if not sync:
             return
+        if self._ddp is not None:
+            try:
+                self._ddp._check_reducer_finalized()
+            except RuntimeError as error:
+                raise self._left_over(error) or error from error
         if not self._checked:
             self._check_unused()
         if self._ddp is None:
@@ -224,10 +235,16 @@ class DDPEngine(NativeEngine):
         except RuntimeError as error:
             raise self._left_over(error) or error from error
 
+    def _note_forward(self, *_: Any) -> None:
+        self._ready = True
+
     def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
         settled = super()._settle(loss, shrinks=shrinks)
-        if loss is not None and self._ddp is not None and (settled or self._within_forward):
-            self._arm(self._ddp, loss)  # its forward has readied other buckets, or none
+        if loss is not None and self._ddp is not None:
+            self._passed_by = not self._ready
+            if settled or self._within_forward or self._passed_by:
+                self._arm(self._ddp, loss)  # its forward has readied other buckets, or none
+            self._ready = False
         return settled
 
     def _follow(self, change: Change) -> None:
@@ -319,7 +336,9 @@ class DDPEngine(NativeEngine):
 
     def _reduce_now(self) -> None:
         """Averages gradients over ranks in flat buckets, after the whole backward."""
-        used = self._used_anywhere() if self._knobs.find_unused_parameters else self._parameters
+        finds = self._knobs.find_unused_parameters or self._knobs.static_graph
+        used = self._used_anywhere() if finds else self._parameters
+        missing = [] if finds else self._unused()
         gradients = []
         for parameter in used:
             if parameter.grad is None:
@@ -345,6 +364,8 @@ class DDPEngine(NativeEngine):
                 bucket, _unflatten_dense_tensors(reduced.to(flat.dtype), bucket), strict=True
             ):
                 gradient.copy_(part)
+        if missing:
+            raise modules.unused_parameters(missing)
 
     def _used_anywhere(self) -> list[nn.Parameter]:
         used = torch.tensor([float(p.grad is not None) for p in self._parameters])

@@ -97,6 +97,7 @@ class FSDP(Strategy):
         units = self._units(model)
         modules.compiled(job, units or [model])
         roots = self._roots(model) if job.manual else [model]
+        self._check_parameters(model, [*units, *roots])
         self._shard(roots, [unit for unit in units if unit not in roots], job, mesh)
         return FSDPEngine(
             self,
@@ -138,6 +139,35 @@ class FSDP(Strategy):
                     use="use strategy=ddp",
                 )
         return roots
+
+    def _check_parameters(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Makes parameters contiguous in memory, as FSDP2 cuts them.
+
+        Raises:
+            Unsupported: a parameter cannot be cut, its hooks would be lost, or those of a unit are
+                of several dtypes.
+        """
+        for name, p in model.named_parameters():
+            why = "without dimensions" if p.dim() == 0 else "complex" if p.is_complex() else ""
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                why = "with a hook of its own"
+            if why:
+                raise self.refuse(f"the parameter {name!r}, {why}", use="use strategy=ddp")
+            p.data = p.data.contiguous()
+        names = {p: name for name, p in model.named_parameters()}
+        taken: set[nn.Parameter] = set()
+        for unit in sorted(units, key=lambda unit: sum(1 for _ in unit.modules())):
+            own = [p for p in unit.parameters() if p not in taken]
+            taken.update(own)
+            trained = [p for p in own if p.requires_grad]
+            odd = next((p for p in trained if p.dtype != trained[0].dtype), None)
+            if odd is not None:
+                raise self.refuse(
+                    f"parameters of several dtypes in one unit: {names[trained[0]]!r} is "
+                    f"{trained[0].dtype}, {names[odd]!r} is {odd.dtype}",
+                    use="give the module of one dtype a unit of its own (strategy.wrap_modules), "
+                    "or use strategy=ddp",
+                )
 
     def _shard(
         self,
