@@ -24,6 +24,7 @@ class TestDDPWithoutOverlap(StrategyContract):
 class TestDDPOnAStaticGraph(StrategyContract):
     strategy = DDP(static_graph=True)
     world_sizes = (2,)
+    for_branches = DDP(find_unused_parameters=True)
 
 
 class TestDDPWithGradientsOfTheirOwn(StrategyContract):

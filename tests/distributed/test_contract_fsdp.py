@@ -7,23 +7,35 @@ from torsh_trainer.testing.strategy import StrategyContract
 class TestFSDP(StrategyContract):
     strategy = FSDP()
     world_sizes = (1, 2, 4)
+    for_branches = FSDP(find_unused_parameters=True)
 
 
 class TestFSDPWithoutReshard(StrategyContract):
     strategy = FSDP(reshard_after_forward=False, prefetch_depth=1)
     world_sizes = (2,)
+    for_branches = FSDP(prefetch_depth=1, find_unused_parameters=True)
 
 
 class TestFSDPThatReducesEveryMicroBatch(StrategyContract):
     strategy = FSDP(reduce_every_micro_batch=True, wrap_modules=("Block",))
     world_sizes = (2,)
+    for_branches = FSDP(
+        reduce_every_micro_batch=True, wrap_modules=("Block",), find_unused_parameters=True
+    )
 
 
 class TestHybridFSDP(StrategyContract):
     strategy = FSDP(shard_size=2, wrap_min_parameters=60)
     world_sizes = (4,)
+    for_branches = FSDP(shard_size=2, wrap_min_parameters=60, find_unused_parameters=True)
 
 
 class TestFSDPOnHostMemory(StrategyContract):
     strategy = FSDP(cpu_offload=True)
+    world_sizes = (2,)
+    for_branches = FSDP(cpu_offload=True, find_unused_parameters=True)
+
+
+class TestFSDPThatFindsUnusedParameters(StrategyContract):
+    strategy = FSDP(find_unused_parameters=True)
     world_sizes = (2,)

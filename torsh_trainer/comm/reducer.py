@@ -32,9 +32,9 @@ class BucketReducer:
     """Sums the gradients of ``parameters`` over the members of ``comm``.
 
     ``bucket_cap_mb`` is the size of a bucket in MiB; a larger parameter is a bucket of its own.
-    Gradients are summed in ``dtype`` (None: that of the parameters), and each enters the sum times
-    ``factor``. With ``overlap`` buckets are reduced while backward goes on, else all of them in
-    ``finish``. With ``finishes`` the end of a backward pass calls ``finish`` by itself.
+    Gradients of a dtype are summed in what ``dtype`` makes of it (None: in that), and each enters
+    the sum times ``factor``. With ``overlap`` buckets are reduced while backward goes on, else all
+    of them in ``finish``. With ``finishes`` the end of a backward pass calls ``finish`` itself.
     ``find_unused`` leaves a gradient that no rank has at None instead of zero, at the price of one
     small reduction; with ``static`` the first answer holds for good. With ``as_views`` gradients
     are views of the buckets afterwards, else they are copied back. ``reduce`` replaces the plain
@@ -47,7 +47,7 @@ class BucketReducer:
         comm: Communicator,
         *,
         bucket_cap_mb: float = 25.0,
-        dtype: torch.dtype | None = None,
+        dtype: Callable[[torch.dtype], torch.dtype] | None = None,
         overlap: bool = True,
         finishes: bool = False,
         find_unused: bool = False,
@@ -72,7 +72,8 @@ class BucketReducer:
         self._queued = False
         self._next = 0  # the first bucket that has not been sent
         groups = cut(reversed(self.parameters), cap_bytes=int(bucket_cap_mb * 2**20))
-        self.buckets = [Bucket(group, dtype or group[0].dtype, comm) for group in groups]
+        kinds = [group[0].dtype if dtype is None else dtype(group[0].dtype) for group in groups]
+        self.buckets = [Bucket(g, kind, comm) for g, kind in zip(groups, kinds, strict=True)]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         hook = self._hook(overlap=overlap, finishes=finishes)
         self._hooks: list[Any] = []

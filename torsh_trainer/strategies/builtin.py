@@ -28,7 +28,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
-from torsh_trainer.strategies.native import DTYPES, NativeEngine
+from torsh_trainer.strategies.native import DTYPES, NativeEngine, summed_in
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.strategies.trained import Change, check_cut
 from torsh_trainer.strategies.zero1 import CommonParameters, Wrap, sharded
@@ -138,6 +138,10 @@ class BuiltInEngine(NativeEngine):
         if knobs.zero1 and comm.world.size > 1:
             trained = [p for p in model.parameters() if p.requires_grad]
             self._common = CommonParameters.of(trained, comm)
+            if self._common is None:
+                modules.refuse_several_dtypes(
+                    model, "strategy.zero1=true", use="strategy.zero1=false"
+                )
             wrap = sharded(comm) if self._common is None else self._common.wrap(comm)
         super().__init__(
             job,
@@ -168,7 +172,7 @@ class BuiltInEngine(NativeEngine):
             parameters,
             self.comm,
             bucket_cap_mb=self._knobs.bucket_cap_mb,
-            dtype=self._reduce_dtype,
+            dtype=lambda held: summed_in(held, self._reduce_dtype),
             overlap=self._knobs.overlap,
             find_unused=self._knobs.find_unused_parameters,
             factor=factor,

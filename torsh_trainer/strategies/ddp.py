@@ -29,7 +29,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
-from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused
+from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused, summed_in
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.strategies.trained import Change, check_cut, refused
@@ -112,6 +112,8 @@ class DDP(Strategy):
         model = modules.build(job, comm)
         if not self.overlap:
             modules.refuse_sparse(model, "strategy.overlap=false", use="set strategy.overlap=true")
+        if self.zero1:
+            modules.refuse_several_dtypes(model, "strategy.zero1=true", use="strategy.zero1=false")
         module = computing(model, job)
         modules.compiled(job, [module])
         reducer = reducer_for(knobs, model, job, comm)
@@ -136,6 +138,8 @@ class DDPEngine(NativeEngine):
         self.keeps_frozen = knobs.find_unused_parameters
         self._checked = False
         self._within_forward = False
+        self._ready = False  # the wrapper's forward has run since the last backward
+        self._passed_by = False  # the task calls its own model instead of the wrapper
         self._order: list[str] | None = None
         wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
@@ -152,6 +156,8 @@ class DDPEngine(NativeEngine):
             broadcast_buffers=knobs.broadcast_buffers,
         )
         self._reduce_dtype = DTYPES[job.precision.reduce]
+        if self._ddp is not None:
+            self._ddp.register_forward_pre_hook(self._note_forward)
         if reducer is not None and self._ddp is not None:
             refuse_unused(self._ddp, reducer.knobs)
             register(self._ddp, reducer, self._names)
@@ -165,8 +171,10 @@ class DDPEngine(NativeEngine):
     ) -> LossReport:
         try:
             report = super().forward_backward(micro_batches, total_weight, task)
+            if self._ddp is not None:
+                self._ddp._check_reducer_finalized()
         except RuntimeError as error:
-            raise self._unused_error() or error from error
+            raise self._left_over(error) or error from error
         if not self._checked:
             self._check_unused()
         if self._ddp is None:
@@ -188,6 +196,11 @@ class DDPEngine(NativeEngine):
         super().backward(loss, sync=sync, run=run)
         if not sync:
             return
+        if self._ddp is not None:
+            try:
+                self._ddp._check_reducer_finalized()
+            except RuntimeError as error:
+                raise self._left_over(error) or error from error
         if not self._checked:
             self._check_unused()
         if self._ddp is None:
@@ -221,10 +234,16 @@ class DDPEngine(NativeEngine):
         except RuntimeError as error:
             raise self._left_over(error) or error from error
 
+    def _note_forward(self, *_: Any) -> None:
+        self._ready = True
+
     def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
         settled = super()._settle(loss, shrinks=shrinks)
-        if loss is not None and self._ddp is not None and (settled or self._within_forward):
-            self._arm(self._ddp, loss)  # its forward has readied other buckets, or none
+        if loss is not None and self._ddp is not None:
+            self._passed_by = not self._ready
+            if settled or self._within_forward or self._passed_by:
+                self._arm(self._ddp, loss)  # its forward has readied other buckets, or none
+            self._ready = False
         return settled
 
     def _follow(self, change: Change) -> None:
@@ -310,7 +329,9 @@ class DDPEngine(NativeEngine):
 
     def _reduce_now(self) -> None:
         """Averages gradients over ranks in flat buckets, after the whole backward."""
-        used = self._used_anywhere() if self._knobs.find_unused_parameters else self._parameters
+        finds = self._knobs.find_unused_parameters or self._knobs.static_graph
+        used = self._used_anywhere() if finds else self._parameters
+        missing = [] if finds else self._unused()
         gradients = []
         for parameter in used:
             if parameter.grad is None:
@@ -328,13 +349,16 @@ class DDPEngine(NativeEngine):
                 ):
                     gradient.copy_(part)
                 continue
-            reduced = (flat if self._held is None else flat.to(self._held)).to(self._reduce_dtype)
+            held = flat if self._held is None else flat.to(summed_in(flat.dtype, self._held))
+            reduced = held.to(summed_in(flat.dtype, self._reduce_dtype))
             self.comm.all_reduce(reduced, op="sum")
             reduced.div_(self.comm.world.size)
             for gradient, part in zip(
                 bucket, _unflatten_dense_tensors(reduced.to(flat.dtype), bucket), strict=True
             ):
                 gradient.copy_(part)
+        if missing:
+            raise modules.unused_parameters(missing)
 
     def _used_anywhere(self) -> list[nn.Parameter]:
         used = torch.tensor([float(p.grad is not None) for p in self._parameters])
@@ -384,7 +408,7 @@ def _reduce_in(
     """
     group, dtype, held = state
     full = bucket.buffer()
-    small = full.to(DTYPES[held]).to(DTYPES[dtype])
+    small = full.to(summed_in(full.dtype, DTYPES[held])).to(summed_in(full.dtype, DTYPES[dtype]))
     small.div_(torch.distributed.get_world_size(group))
     work = torch.distributed.all_reduce(small, group=group, async_op=True)
 

@@ -26,6 +26,7 @@ from torsh_trainer.strategies.base import (
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
 from torsh_trainer.strategies.trained import Change
+from torsh_trainer.strategies.units import CommonOrder, WholePass, units_of
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
@@ -41,9 +42,11 @@ class FSDP(Strategy):
     that many consecutive ranks and replicates over them (hybrid); null is all ranks.
     ``reduce_every_micro_batch`` keeps gradients sharded while accumulating: less memory, more
     communication. ``cpu_offload`` keeps parameters, gradients and optimizer state in host memory.
-    ``zero_unused`` gives parameters that a step does not reach gradients of zero, so that they
-    decay and their momentum goes on, as under DeepSpeed. ``prefetch_depth`` gathers that many units
-    ahead, explicitly; null leaves it to FSDP2.
+    ``find_unused_parameters`` lets every forward go its own way on every process: all units are
+    gathered before it and reduced after its backward, at the price of whole parameters and whole
+    gradients in memory meanwhile. ``zero_unused`` gives parameters that a step does not reach
+    gradients of zero, so that they decay and their momentum goes on, as under DeepSpeed.
+    ``prefetch_depth`` gathers that many units ahead, explicitly; null leaves it to FSDP2.
     """
 
     name: ClassVar[str] = "fsdp"
@@ -53,6 +56,7 @@ class FSDP(Strategy):
     shard_size: int | None = None
     reduce_every_micro_batch: bool = False
     cpu_offload: bool = False
+    find_unused_parameters: bool = False
     zero_unused: bool = False
     prefetch_depth: int | None = None
 
@@ -93,6 +97,7 @@ class FSDP(Strategy):
         units = self._units(model)
         modules.compiled(job, units or [model])
         roots = self._roots(model) if job.manual else [model]
+        self._check_parameters(model, [*units, *roots])
         self._shard(roots, [unit for unit in units if unit not in roots], job, mesh)
         return FSDPEngine(
             self,
@@ -135,6 +140,35 @@ class FSDP(Strategy):
                 )
         return roots
 
+    def _check_parameters(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
+        """Makes parameters contiguous in memory, as FSDP2 cuts them.
+
+        Raises:
+            Unsupported: a parameter cannot be cut, its hooks would be lost, or those of a unit are
+                of several dtypes.
+        """
+        for name, p in model.named_parameters():
+            why = "without dimensions" if p.dim() == 0 else "complex" if p.is_complex() else ""
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+                why = "with a hook of its own"
+            if why:
+                raise self.refuse(f"the parameter {name!r}, {why}", use="use strategy=ddp")
+            p.data = p.data.contiguous()
+        names = {p: name for name, p in model.named_parameters()}
+        taken: set[nn.Parameter] = set()
+        for unit in sorted(units, key=lambda unit: sum(1 for _ in unit.modules())):
+            own = [p for p in unit.parameters() if p not in taken]
+            taken.update(own)
+            trained = [p for p in own if p.requires_grad]
+            odd = next((p for p in trained if p.dtype != trained[0].dtype), None)
+            if odd is not None:
+                raise self.refuse(
+                    f"parameters of several dtypes in one unit: {names[trained[0]]!r} is "
+                    f"{trained[0].dtype}, {names[odd]!r} is {odd.dtype}",
+                    use="give the module of one dtype a unit of its own (strategy.wrap_modules), "
+                    "or use strategy=ddp",
+                )
+
     def _shard(
         self,
         roots: Sequence[nn.Module],
@@ -168,7 +202,7 @@ class FSDP(Strategy):
         )
         common: dict[str, Any] = {
             "mesh": mesh,
-            "reshard_after_forward": self.reshard_after_forward,
+            "reshard_after_forward": self.reshard_after_forward and not self.find_unused_parameters,
             "offload_policy": offload,
         }
         for unit in units:
@@ -211,13 +245,11 @@ class FSDPEngine(NativeEngine):
         )
         self._knobs = knobs
         self._roots: list[Any] = list(roots)
-        self._units = [
-            unit
-            for each in model.modules()
-            if hasattr(each, "_get_fsdp_state")
-            for unit in cast(Any, each)._get_fsdp_state()._fsdp_param_groups
-        ]
+        self._units = units_of(model)
         self._parts = self._all_parts()
+        self._pass = WholePass(roots, comm) if knobs.find_unused_parameters else None
+        if self._pass is None:
+            CommonOrder(roots, comm)
         self._syncs = True
         self._shard_group = shard_group
         for module in model.modules() if scatter is not None else ():
@@ -232,12 +264,22 @@ class FSDPEngine(NativeEngine):
             self._zero_unused()
         return report
 
+    def _micro_batch(
+        self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
+    ) -> tuple[Tensor, float]:
+        part = super()._micro_batch(micro, total_weight, task, last=last)
+        if self._pass is not None:
+            self._pass.reduce(syncs=self._syncs)
+        return part
+
     def backward(
         self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
     ) -> None:
         if self._knobs.zero_unused and self._manual:
             raise no_zero_unused(self._knobs)
         super().backward(loss, sync=sync, run=run)
+        if self._pass is not None:
+            self._pass.reduce(syncs=sync or self._knobs.reduce_every_micro_batch)
         if self._knobs.zero_unused and sync:
             self._zero_unused()
 
@@ -279,7 +321,7 @@ class FSDPEngine(NativeEngine):
             self._set_sync(before)
 
     def _set_sync(self, syncs: bool) -> None:
-        for root in self._roots:
+        for root in self._roots if self._pass is None else ():  # which reduces by itself
             root.set_requires_gradient_sync(syncs)
 
     @contextlib.contextmanager

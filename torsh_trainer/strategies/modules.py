@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from torsh_trainer.comm.base import Communicator
@@ -113,6 +114,45 @@ def refuse_sparse(model: nn.Module, asked_by: str, *, use: str) -> None:
             "with sparse=True",
             fix=f"{use}, or build it with sparse=False",
         )
+
+
+def refuse_several_dtypes(model: nn.Module, asked_by: str, *, use: str) -> None:
+    """Makes sure that all parameters of ``model`` that train are of one dtype.
+
+    Raises:
+        Unsupported: names the dtypes, what cannot have them, and ``use`` as the next move.
+    """
+    kinds = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad})
+    if len(kinds) > 1:
+        raise Unsupported(
+            f"{asked_by} takes parameters of one dtype, and the model has {', '.join(kinds)}",
+            fix=f"set {use}",
+        )
+
+
+def step_sparse(optimizer: Optimizer, sparse: Collection[nn.Parameter]) -> None:
+    """Has an optimizer of torch's step ``sparse`` parameters, whose gradients are sparse.
+
+    Raises:
+        Unsupported: it has no step for them.
+    """
+    kind = type(optimizer)
+    ours = [g for g in optimizer.param_groups if any(p in sparse for p in g["params"])]
+    if not ours or kind.__module__.partition(".")[0] != "torch":
+        return  # a class of the user's own knows best
+    if not issubclass(kind, _STEP_SPARSE):
+        raise Unsupported(
+            f"optimizer {kind.__name__} cannot step a sparse gradient, and an embedding was built "
+            "with sparse=True",
+            fix="set optimizer=sgd, have task.build_optimizers give it a SparseAdam or an Adagrad, "
+            "or build it with sparse=False",
+        )
+    for group in ours:
+        if group.get("fused"):
+            group["fused"] = False
+
+
+_STEP_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

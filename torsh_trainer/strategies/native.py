@@ -82,8 +82,13 @@ class NativeEngine(Engine):
         self._others = [p for p in self._named.values() if not p.requires_grad]
         self._at_start = {name: p.requires_grad for name, p in self._named.items()}
         self._names = {id(p): name for name, p in self._named.items()}
-        self._sparse = bool(modules.sparse_embeddings(model))
+        sparse = {model.get_submodule(n).weight for n in modules.sparse_embeddings(model)}
+        self._sparse = bool(sparse)
+        self._complex = [name for name, p in self._named.items() if p.is_complex()]
+        self._check_bound(job.clip)
         built = optimizers or job.build_optimizers(model.named_parameters())
+        for optimizer in built.values() if sparse else ():
+            modules.step_sparse(optimizer, sparse)  # type: ignore[arg-type]
         self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
         self._compression = compression
         self._device = comm.device
@@ -225,6 +230,8 @@ class NativeEngine(Engine):
         gradients = self._local([p.grad for p in parameters if p.grad is not None])
         if scaler is not None:
             torch._foreach_mul_(gradients, 1.0 / scaler.scale)
+        if clip.value is not None:
+            self._check_bound(clip)
         norm = self._norm(gradients) if wants_norm else None
         if norm is not None and self._skip_nonfinite and not bool(torch.isfinite(norm)):
             return StepOutcome(norm, skipped=True)
@@ -242,6 +249,15 @@ class NativeEngine(Engine):
             torch._foreach_clamp_min_(gradients, -clip.value)
             torch._foreach_clamp_max_(gradients, clip.value)
         return StepOutcome(norm, skipped=False)
+
+    def _check_bound(self, clip: Clip) -> None:
+        """Raises Unsupported where torch has no clamp for a gradient."""
+        if clip.value is not None and self._complex:
+            raise Unsupported(
+                f"trainer.max_grad_value={clip.value} bounds each number of a gradient, and the "
+                f"parameter {self._complex[0]!r} is complex, which torch does not order",
+                fix="set trainer.max_grad_norm instead",
+            )
 
     # -- manual optimization --------------------------------------------------------------------
 
@@ -489,12 +505,26 @@ class NativeEngine(Engine):
         _run_backward(loss, self._gradient(factor, loss))
 
     def _local(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The storage behind gradients, as plain tensors."""
-        return [g.values() if g.is_sparse else g for g in gradients] if self._sparse else gradients
+        """The storage behind gradients, as plain tensors of real numbers."""
+        if self._sparse:
+            gradients = [g.values() if g.is_sparse else g for g in gradients]
+        if self._complex:
+            gradients = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+        return gradients
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """The global L2 norm, a 0-dim tensor, the same on every rank."""
         return local_norm(gradients, self._device)
+
+
+def summed_in(dtype: torch.dtype, asked: torch.dtype) -> torch.dtype:
+    """In what gradients of ``dtype`` are summed where ``precision.reduce`` is ``asked``.
+
+    fp32 is that or wider; a complex number keeps its two parts.
+    """
+    if dtype.is_complex or asked is torch.float32:
+        return torch.promote_types(dtype, torch.float32)
+    return asked
 
 
 def no_zero_unused(knobs: Strategy) -> Unsupported:
@@ -509,7 +539,8 @@ def local_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     """The L2 norm over all gradients of this process, float32 or wider."""
     if not gradients:
         return torch.zeros((), device=device)
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
+    wide = torch.float64 if any(g.dtype is torch.float64 for g in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2.0, dtype=wide)
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), 2.0)
 
 

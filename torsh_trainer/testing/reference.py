@@ -69,10 +69,18 @@ class Outcome:
 
 
 def train(
-    scenario: Scenario, world_size: int, *, gradient_scale: float = 1.0, device: str = "cpu"
+    scenario: Scenario,
+    world_size: int,
+    *,
+    gradient_scale: float = 1.0,
+    device: str = "cpu",
+    task: TinyTask | None = None,
 ) -> Outcome:
-    """Trains the scenario's global batches for ``world_size`` ranks in a plain loop."""
-    plain = _Plain(scenario, gradient_scale, torch.device(device))
+    """Trains the scenario's global batches for ``world_size`` ranks in a plain loop.
+
+    ``task`` is another one than the scenario's.
+    """
+    plain = _Plain(scenario, gradient_scale, torch.device(device), task or scenario.task)
     outcome = Outcome()
     for number in range(scenario.data.steps):
         factor = scenario.schedule[number] if scenario.schedule else 1.0
@@ -91,10 +99,12 @@ def train(
 class _Plain:
     """A model, its optimizers, and everything that a plain script would hold beside them."""
 
-    def __init__(self, scenario: Scenario, gradient_scale: float, device: torch.device) -> None:
+    def __init__(
+        self, scenario: Scenario, gradient_scale: float, device: torch.device, task: TinyTask
+    ) -> None:
         self.scenario = scenario
         self.device = device
-        self.task = scenario.task
+        self.task = task
         self.model = self.task.build_model().to(device)
         trainable = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         self.optimizers = self.task.build_optimizers(trainable)

@@ -67,7 +67,8 @@ class StrategyContract:
     ``strategy`` is the one under test, ``world_sizes`` the numbers of processes it is tried on.
     ``refuses`` names those of ``CAPABILITIES`` that it cannot honour, with the reason; the suite
     then asserts that it says so (``Unsupported``). ``for_unused`` is the strategy to use for a
-    model with a parameter that no loss reaches, where a knob must say so.
+    model with a parameter that no loss reaches, where a knob must say so; ``for_branches`` the one
+    for a forward that goes other ways on other processes and in other steps (None: the former).
     ``tolerances`` replaces bounds by precision name, where an engine rounds in other places.
     ``micro_batches`` multiplies the micro-batches of every step, where a knob wants a multiple.
     ``comm_options`` choose the backend of the processes, gloo where they do not.
@@ -77,6 +78,7 @@ class StrategyContract:
     world_sizes: ClassVar[tuple[int, ...]] = (2, 4)
     refuses: ClassVar[Mapping[str, str]] = {}
     for_unused: ClassVar[Strategy | None] = None
+    for_branches: ClassVar[Strategy | None] = None
     tolerances: ClassVar[Mapping[str, Tolerance]] = {}
     micro_batches: ClassVar[int] = 1
     device: ClassVar[str] = "cpu"
@@ -149,6 +151,17 @@ class StrategyContract:
         for outcome in outcomes or ():
             for name in ("unused.weight", "unused.bias"):
                 assert torch.equal(outcome.parameters[name], before[name]), f"{name} has moved"
+
+    def test_an_expert_a_batch_equals_plain_pytorch(self, world_size: int) -> None:
+        one = {"accumulation", "unused_parameters"} & set(self.refuses)
+        scenario = Scenario(
+            model=TinyModelOptions(experts=True),
+            optimizer="adamw",
+            clip=Clip() if "clip_norm" in self.refuses else Clip(norm=0.5),
+            data=TinyData(accumulate=1 if one else 2, steps=4),
+        )
+        strategy = self.for_branches or self.for_unused or self.strategy
+        self._equals(scenario, world_size, needs="unused_parameters", strategy=strategy)
 
     def test_frozen_parameters_stay_and_the_others_train(self, world_size: int) -> None:
         self._equals(Scenario(model=TinyModelOptions(frozen=True), optimizer="adamw"), world_size)

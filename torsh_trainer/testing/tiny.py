@@ -31,6 +31,7 @@ class TinyModelOptions:
     unused: bool = False  # a layer that no forward reaches
     frozen: bool = False  # an embedding and a norm that do not train
     batch_norm: bool = False  # buffers
+    experts: bool = False  # three layers, of which a batch takes the one that its tokens say
     dropout: float = 0.0
     seed: int = 0
 
@@ -66,6 +67,9 @@ class TinyModel(nn.Module):
             self.head.weight = self.embedding.weight
         if options.unused:
             self.unused = nn.Linear(WIDTH, WIDTH)
+        self.experts = (
+            nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) if options.experts else None
+        )
         if options.frozen:
             self.embedding.requires_grad_(False)
             self.norm.requires_grad_(False)
@@ -75,6 +79,8 @@ class TinyModel(nn.Module):
         hidden = self.embedding(tokens)
         for block in self.blocks:
             hidden = hidden + block(hidden)
+        if self.experts is not None:
+            hidden = hidden + self.experts[int(tokens.sum()) % len(self.experts)](hidden)
         if self.batch_norm is not None:
             hidden = self.batch_norm(hidden.flatten(0, 1)).view_as(hidden)
         logits: Tensor = self.head(self.norm(hidden))

@@ -47,11 +47,13 @@ class TestBuiltInWithZero1(StrategyContract):
 class TestFSDP(StrategyContract):
     world_sizes = (2,)
     strategy = FSDP()
+    for_branches = FSDP(find_unused_parameters=True)
     comm_options = MPI
 
 
 class TestHSDP(StrategyContract):
     strategy = FSDP(shard_size=2, wrap_min_parameters=60)
+    for_branches = FSDP(shard_size=2, wrap_min_parameters=60, find_unused_parameters=True)
     comm_options = MPI
     world_sizes = (4,)
 

@@ -138,6 +138,13 @@ def _by_size(native: Native, key: str, value: Any) -> Outcome:
     return Outcome("performance-only", "other modules are units, too", values=written)
 
 
+@TABLE.rule("strategy.find_unused_parameters")
+def _unused(native: Native, key: str, value: Any) -> Outcome:
+    if not value:
+        return dead("off")
+    return approximate("FSDP2 by itself wants the same forward on every process")
+
+
 TABLE.fixed(
     "performance-only",
     "FSDP2 and the script choose when to gather and to reduce",
