@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -97,8 +97,8 @@ class FSDP(Strategy):
         units = self._units(model)
         modules.compiled(job, units or [model])
         roots = self._roots(model) if job.manual else [model]
-        self._check_parameters(model, [*units, *roots])
-        self._shard(roots, [unit for unit in units if unit not in roots], job, mesh)
+        dtypes = self._check_parameters(model, [*units, *roots])
+        self._shard(roots, [unit for unit in units if unit not in roots], job, mesh, dtypes)
         return FSDPEngine(
             self,
             job,
@@ -140,8 +140,10 @@ class FSDP(Strategy):
                 )
         return roots
 
-    def _check_parameters(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Makes parameters contiguous in memory, as FSDP2 cuts them.
+    def _check_parameters(
+        self, model: nn.Module, units: Sequence[nn.Module]
+    ) -> dict[nn.Module, torch.dtype]:
+        """Makes parameters contiguous in memory, as FSDP2 cuts them; the dtype of each unit.
 
         Raises:
             Unsupported: a parameter cannot be cut, its hooks would be lost, or those of a unit are
@@ -149,6 +151,8 @@ class FSDP(Strategy):
         """
         for name, p in model.named_parameters():
             why = "without dimensions" if p.dim() == 0 else "complex" if p.is_complex() else ""
+            if not p.numel():
+                why = "without elements"
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                 why = "with a hook of its own"
             if why:
@@ -156,10 +160,12 @@ class FSDP(Strategy):
             p.data = p.data.contiguous()
         names = {p: name for name, p in model.named_parameters()}
         taken: set[nn.Parameter] = set()
+        dtypes: dict[nn.Module, torch.dtype] = {}
         for unit in sorted(units, key=lambda unit: sum(1 for _ in unit.modules())):
             own = [p for p in unit.parameters() if p not in taken]
             taken.update(own)
             trained = [p for p in own if p.requires_grad]
+            dtypes[unit] = trained[0].dtype if trained else torch.float32
             odd = next((p for p in trained if p.dtype != trained[0].dtype), None)
             if odd is not None:
                 raise self.refuse(
@@ -168,6 +174,7 @@ class FSDP(Strategy):
                     use="give the module of one dtype a unit of its own (strategy.wrap_modules), "
                     "or use strategy=ddp",
                 )
+        return dtypes
 
     def _shard(
         self,
@@ -175,6 +182,7 @@ class FSDP(Strategy):
         units: Sequence[nn.Module],
         job: Job,
         mesh: Any,
+        dtypes: Mapping[nn.Module, torch.dtype],
     ) -> None:
         # Imported here: torch.distributed.fsdp costs every other strategy's start-up.
         from torch.distributed.fsdp import (
@@ -187,13 +195,16 @@ class FSDP(Strategy):
 
         low = DTYPES[job.precision.params]
         param_dtype = None if low == torch.float32 else low
-        reduce_dtype = DTYPES[job.precision.reduce]
-        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-        root_policy = MixedPrecisionPolicy(
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
-            output_dtype=None if param_dtype is None else torch.float32,
-        )
+        output_dtype = None if param_dtype is None else torch.float32
+
+        def policy(unit: nn.Module, output: torch.dtype | None = None) -> MixedPrecisionPolicy:
+            wide = job.precision.reduce == "fp32" and dtypes[unit] == torch.float64
+            return MixedPrecisionPolicy(
+                param_dtype=param_dtype,
+                reduce_dtype=torch.float64 if wide else DTYPES[job.precision.reduce],
+                output_dtype=output,
+            )
+
         # Pinned memory exists only beside an accelerator; FSDP2's default raises on a CPU.
         offload: Any = (
             CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
@@ -206,9 +217,9 @@ class FSDP(Strategy):
             "offload_policy": offload,
         }
         for unit in units:
-            fully_shard(unit, mp_policy=policy, **common)
+            fully_shard(unit, mp_policy=policy(unit), **common)
         for root in roots:
-            fully_shard(root, mp_policy=root_policy, **common)
+            fully_shard(root, mp_policy=policy(root, output_dtype), **common)
         if self.prefetch_depth is not None:
             chain = [cast(FSDPModule, unit) for unit in units]
             for i, link in enumerate(chain):

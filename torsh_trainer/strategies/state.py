@@ -32,12 +32,21 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
                 "parameter, and a checkpoint holds optimizer state by parameter",
                 fix="keep it in a parameter's state or among the settings of a group",
             )
-    state = {names[id(p)]: dict(slots) for p, slots in held.state.items() if slots}
+    state = {
+        names[id(p)]: {slot: _densify(value) for slot, value in slots.items()}
+        for p, slots in held.state.items()
+        if slots
+    }
     groups = []
     for group in optimizer.param_groups:
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
     return {"state": state, "groups": groups}
+
+
+def _densify(value: Any) -> Any:
+    """A slot that a sparse gradient has left sparse, whole: a checkpoint holds no other."""
+    return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
 
 
 def load_optimizers(

@@ -88,6 +88,7 @@ class WholePass:
         for part, anywhere in zip(parts, used.tolist(), strict=True):
             if anywhere and not _has_gradient(part):
                 part.unsharded_param.grad = torch.zeros_like(part.unsharded_param)
+                part.to_accumulated_grad_if_needed()  # in the dtype that the others have by now
 
 
 def _has_gradient(part: Any) -> bool:
