@@ -24,8 +24,9 @@ from torsh_trainer.task import Task
 
 OPTIMIZER: Key = ("engine", "optimizer")
 EMA: Key = ("engine", "ema")
-COMPRESSION: Key = ("engine", "compression")
-"""Residuals that do not fit are left out, and begin at zero: the knob is free to change."""
+OF_RANKS: tuple[Key, ...] = (("engine", "compression"), ("engine", "buffers"))
+"""What each rank has of its own: residuals, and running averages of its own micro-batches. What
+does not fit is left out, and begins afresh."""
 
 
 # -- the setup of a run ---------------------------------------------------------------------------
@@ -188,7 +189,7 @@ def for_training(
     before: Setup = saved.get("setup") or {}
     comparison = compare(before, now, tensors=tensor_differences(fit), allow=allow)
     let = {one.word for one in comparison.allowed}
-    leave: list[Key] = list(fit.below(COMPRESSION).paths)
+    leave: list[Key] = list(fit.below(*OF_RANKS).paths)
     if "optimizer" in let:
         leave += _unfit_optimizers(saved, now, fit)
     if "ema" in let:
@@ -199,7 +200,7 @@ def for_training(
 
 def for_evaluation(fit: Fit, *, averaged: bool) -> Resumption:
     """Only weights matter to a run that does not train: the model's, or their average's."""
-    leave = (OPTIMIZER, COMPRESSION) if averaged else (OPTIMIZER, COMPRESSION, EMA)
+    leave = (OPTIMIZER, *OF_RANKS) if averaged else (OPTIMIZER, *OF_RANKS, EMA)
     unfit = [
         one for one in tensor_differences(fit) if not one.word or (averaged and one.word == "ema")
     ]
@@ -209,7 +210,7 @@ def for_evaluation(fit: Fit, *, averaged: bool) -> Resumption:
 def tensor_differences(fit: Fit) -> list[Difference]:
     """What names and shapes say; a parameter that differs is not named again for its slots."""
     slots, averages = fit.below(OPTIMIZER), fit.below(EMA)
-    others = {*slots.paths, *averages.paths, *fit.below(COMPRESSION).paths}
+    others = {*slots.paths, *averages.paths, *fit.below(*OF_RANKS).paths}
     model = Fit(
         tuple(p for p in fit.missing if p not in others),
         tuple(p for p in fit.unexpected if p not in others),

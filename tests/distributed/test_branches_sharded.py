@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import TorshError
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
@@ -59,7 +59,7 @@ def words(
     for step in range(4):
         try:
             driver.step(step, Outcome())
-        except ConfigError as error:
+        except TorshError as error:
             return step, str(error)
     return 4, ""
 

@@ -2,6 +2,7 @@
 
 from torsh_trainer.strategies.auto import Auto
 from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing.strategy import StrategyContract
 
 
@@ -16,3 +17,4 @@ class TestAutoWithoutMemory(StrategyContract):
 
     strategy = Auto(memory_fraction=1e-9)
     world_sizes = (2,)
+    for_branches = FSDP(find_unused_parameters=True)

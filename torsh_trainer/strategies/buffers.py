@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torsh_trainer.checkpoint.base import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.reducer import share
 from torsh_trainer.data.batch import MicroBatch, Place
@@ -64,16 +65,12 @@ class RunningAverage:
         self.ran = 0
         """This rank's forwards of the model that have changed it since the start."""
         self._momentum = momentum
-        self._start: list[Tensor] = []
-        self._counted = 0  # at the start
+        self.start: dict[Slot, Tensor] = {}
+        """The values that all ranks began with."""
 
     @property
     def momentum(self) -> float | None:
         return self._momentum if self.module is None else self.module.momentum  # type: ignore[return-value]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return tensors_of(self.slots)
 
     @property
     def all_slots(self) -> list[Slot]:
@@ -86,32 +83,32 @@ class RunningAverage:
 
     def begin(self) -> None:
         """All ranks hold the same values now."""
-        self._start = [tensor.detach().clone() for tensor in self.tensors]
-        self._counted, self.ran = self._count(), 0
+        self.start, self.ran = copy_of(self.all_slots), 0
 
     def forwards(self) -> int:
         """The module's own count of forwards on this rank since then."""
-        return self._count() - self._counted
+        if self.count is None or self.count.tensor is None:
+            return 0
+        return int(self.count.tensor) - self._counted
 
     def fade(self, others: int) -> list[tuple[Tensor, Tensor, float]]:
         """(buffer, its start, share of the way back) for ``others`` micro-batches elsewhere."""
         left = self._left(others)
         if left == 1.0:
             return []
-        return [(t, s, 1.0 - left) for t, s in zip(self.tensors, self._start, strict=True)]
+        return [(tensor, start, 1.0 - left) for tensor, start in self._pairs()]
 
     def distance(self, since: int, forwards: int) -> list[Tensor]:
         """What this rank adds to the sum over ranks, float64, flat; ``since`` its last micro-batch
         others have run as many."""
         weight = self._left(since) if self.momentum is not None else self._counted + forwards
-        pairs = zip(self.tensors, self._start, strict=True)
-        return [(t.double() - s.double()).flatten() * weight for t, s in pairs]
+        return [(t.double() - s.double()).flatten() * weight for t, s in self._pairs()]
 
     @torch.no_grad()
     def arrive(self, distances: Sequence[Tensor], forwards: int) -> None:
         """Takes the sum of all ranks' distances, and of their forwards."""
         total = 1 if self.momentum is not None else max(1, self._counted + forwards)
-        for tensor, start, sent in zip(self.tensors, self._start, distances, strict=True):
+        for (tensor, start), sent in zip(self._pairs(), distances, strict=True):
             tensor.copy_(start.double() + sent.view(start.shape) / total)
         if self.count is not None and self.count.tensor is not None:
             self.count.tensor.fill_(self._counted + forwards)
@@ -121,8 +118,13 @@ class RunningAverage:
         momentum = self.momentum
         return 1.0 if momentum is None else (1.0 - momentum) ** (others * (self.uses or 0))
 
-    def _count(self) -> int:
-        return 0 if self.count is None or self.count.tensor is None else int(self.count.tensor)
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each buffer with its start."""
+        return [(t, self.start[slot]) for slot in self.slots if (t := slot.tensor) is not None]
+
+    @property
+    def _counted(self) -> int:
+        return 0 if self.count is None else int(self.start[self.count])
 
 
 class Buffers:
@@ -157,6 +159,7 @@ class Buffers:
         self._look_due, self._looking = bool(self._others), False
         self._alike = False  # the averages have a start that all ranks share
         self._updating: list[bool] = []
+        self._fits = False  # a checkpoint has the averages of as many ranks
         self._restart()
 
     @property
@@ -165,15 +168,70 @@ class Buffers:
         return [slot.name for slot in self._changing]
 
     def _restart(self) -> None:
+        """From the values of now, which all ranks share."""
         self._alike = False
+        self._own: dict[Slot, Tensor] | None = None  # while those of all ranks are in their place
         self._placed = False  # micro-batches since have said which they are
         self._behind = 0  # micro-batches, of all ranks, in the steps since
         self._in_step = 0  # and in the step at work
         self._last = -1  # which of them was this rank's last
 
-    def reload(self) -> None:
-        """Told that a checkpoint has been loaded: all ranks have the same."""
-        self._restart()
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """After ``gather``: what as many ranks go on from bit for bit, each from its own averages.
+
+        ``rows`` has for each buffer a tensor of shape ``[ranks, *shape]``, of which each rank holds
+        its row. Empty where there is nothing that the buffers themselves do not say.
+        """
+        if not self._own:
+            return {}
+        rank, size = self._comm.world.rank, self._comm.world.size
+        place = {
+            "last": self._last,
+            "ran": [average.ran for average in self._averages],
+            "uses": [average.uses for average in self._averages],
+        }
+        rows = {
+            slot.name: FlatShard(slot.name, (size, *t.shape), rank * t.numel(), t.reshape(-1))
+            for slot, t in self._own.items()
+        }
+        start = {slot.name: t for a in self._averages for slot, t in a.start.items()}
+        behind = self._behind + self._in_step
+        common = {"world_size": size, "behind": behind, "start": start, "rows": rows}
+        return {**common, "ranks": {f"rank_{rank}": place}}
+
+    def expect(self, saved: Mapping[str, Any]) -> None:
+        """Before ``template``: what a checkpoint holds of it beside tensors."""
+        self._fits = saved.get("world_size") == self._comm.world.size
+
+    def template(self) -> dict[str, Any]:
+        """``state_dict`` for a checkpoint to fill; empty where that is of other ranks."""
+        if not self._fits or self._alone or not self._averages:
+            return {}
+        self._begin()
+        self._own = copy_of(slot for average in self._averages for slot in average.all_slots)
+        return self.state_dict()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``template`` gave, filled; without it all ranks go on from the same."""
+        mine = state.get("ranks", {}).get(f"rank_{self._comm.world.rank}")
+        if mine is None or self._own is None:
+            self._restart()
+            return
+        self._last, self._behind, self._in_step = mine["last"], state["behind"], 0
+        for average, ran, uses in zip(self._averages, mine["ran"], mine["uses"], strict=True):
+            average.ran, average.uses = ran, uses
+            average.start = {slot: state["start"][slot.name] for slot in average.all_slots}
+        self._own = {
+            slot: state["rows"][slot.name].tensor.view(t.shape) for slot, t in self._own.items()
+        }
+        self._placed = True
+
+    def _begin(self) -> None:
+        for average in self._averages:
+            average.begin()
+        self._alike = True
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -187,11 +245,13 @@ class Buffers:
         stopped = any(b and not a for b, a in zip(self._updating, updating, strict=False))
         if stopped or (self._behind + self._in_step and self._placed is not (place is not None)):
             self.gather()  # from now on they are read, or shared as all others are
+            self._restart()
         self._updating = updating
         if not self._alike:
-            for average in self._averages:
-                average.begin()
-            self._alike = True
+            self._begin()
+        for slot, tensor in (self._own or {}).items():
+            _put(slot, tensor)
+        self._own = None
         self._placed = place is not None
         self._behind, self._in_step = self._behind + self._in_step, 0
         if self._shares:
@@ -255,16 +315,21 @@ class Buffers:
     # -- where all ranks meet --------------------------------------------------------------------
 
     def gather(self) -> None:
-        """The same buffers on every rank: averages of all, rank 0's of the rest. Collective."""
+        """The same buffers on every rank: averages of all, rank 0's of the rest. Collective.
+
+        Where the next step begins each rank goes on from averages of its own, so that it does not
+        show how often they were gathered.
+        """
         if self._alone:
             return
-        rest = list(self._others)
-        if self._placed:
+        rest, averaged = list(self._others), [s for a in self._averages for s in a.all_slots]
+        if not self._placed:
+            rest += averaged
+            self._restart()
+        elif self._own is None:
+            self._own = copy_of(averaged)
             self._combine()
-        else:
-            rest += [slot for average in self._averages for slot in average.all_slots]
         share(tensors_of(rest), self._comm)
-        self._restart()
         self._look_due = bool(self._others)
 
     def _combine(self) -> None:
@@ -313,6 +378,12 @@ class Buffers:
                 ", ".join(slot.name for slot in new),
                 "each step begins with rank 0's" if self._shares else "each process keeps its own",
             )
+
+
+@torch.no_grad()
+def _put(slot: Slot, tensor: Tensor) -> None:
+    if slot.tensor is not None:
+        slot.tensor.copy_(tensor)
 
 
 def tensors_of(slots: Iterable[Slot]) -> list[Tensor]:

@@ -380,6 +380,9 @@ class NativeEngine(Engine):
             state["ema"] = self._ema.state_dict()
         if self._compression is not None:
             state["compression"] = self._compression.state_dict()
+        buffers = self._buffers.state_dict()
+        if buffers:
+            state["buffers"] = buffers
         trains = noted(self._named, self._at_start)
         if trains:
             state["trains"] = trains
@@ -390,6 +393,7 @@ class NativeEngine(Engine):
         self._settle(None)
         if self._compression is not None:
             self._compression.expect(saved.get("compression", {}))
+        self._buffers.expect(saved.get("buffers", {}))
 
     def state_template(self) -> dict[str, Any]:
         for optimizer in self.optimizers.values():
@@ -397,6 +401,9 @@ class NativeEngine(Engine):
         state = self.state_dict()
         if self._compression is not None:
             state["compression"] = self._compression.template()
+        buffers = self._buffers.template()
+        if buffers:
+            state["buffers"] = buffers
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -408,7 +415,7 @@ class NativeEngine(Engine):
             self._ema.load_state_dict(state["ema"])
         if self._compression is not None:
             self._compression.load(state.get("compression", {}))
-        self._buffers.reload()
+        self._buffers.load(state.get("buffers", {}))
 
     def last_step(self) -> Mapping[str, float]:
         return dict(self._last)

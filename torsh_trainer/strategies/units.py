@@ -154,16 +154,17 @@ class CommonOrder:
         try:
             told = self._comm.all_gather(self._comm.place(mine))
         except CommunicationError as error:  # the others wait elsewhere, or are gone
-            raise _apart([_words(what, unit)]) from error
+            raise type(error)(
+                f"{error.sentence}; this process {_words(what, unit)}",
+                fix=f"{error.fix}; if the others run other modules, {FIX}",
+                **error.facts,
+            ) from error
         if any(not torch.equal(one, told[0]) for one in told):
             raise _apart(self._comm.all_gather_object(_words(what, unit)))
 
 
 def _apart(words: Sequence[str]) -> ConfigError:
-    if len(words) == 1:
-        said = f"this process {words[0]}, and the others do not"
-    else:
-        said = "; ".join(f"rank {rank} {text}" for rank, text in enumerate(words[:4]))
+    said = "; ".join(f"rank {rank} {text}" for rank, text in enumerate(words[:4]))
     return ConfigError(f"the processes have come to different parts of the model: {said}", fix=FIX)
 
 

@@ -324,7 +324,7 @@ class ZeroEngine(DeepSpeedEngine):
             self._zero.override_loss_scale(self._scaler.scale)
         if self._ema is not None and "ema" in state:
             self._ema.load_state_dict(state["ema"])
-        self._buffers.reload()
+        self._buffers.load(state.get("buffers", {}))
 
     def _flats(self) -> list[list[Tensor]]:
         """The partitions of each group of the inner optimizer."""

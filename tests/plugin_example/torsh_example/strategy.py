@@ -225,7 +225,7 @@ class ExampleEngine(Engine):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         load_model(self.model, state["model"])
         load_optimizers(self.optimizers, state["optimizer"], self._names)
-        self._buffers.reload()
+        self._buffers.load({})
 
     def close(self) -> None:
         self.zero_grad()

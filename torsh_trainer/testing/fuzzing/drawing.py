@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Input = Literal["vectors", "tokens"]
+Loss = Literal["mse", "classes", "tokens"]
 
 PIECES = (
     "linear",
@@ -77,7 +78,7 @@ class Combination:
     pieces: Sequence[str]
     width: int
     double: bool
-    loss: Literal["mse", "classes", "tokens"]
+    loss: Loss
     weighted_sampling: bool
     optimizer: str
     groups: bool
@@ -103,8 +104,8 @@ class Combination:
 
     def __str__(self) -> str:
         words = [f"#{self.number}", self.inputs, "+".join(self.pieces), self.loss, self.optimizer]
-        flags = ("double", "weighted_sampling", "groups", "two_optimizers", "drop_last")
-        flags += ("recompute", "sparse", "tied_head")
+        flags = ["double", "weighted_sampling", "groups", "two_optimizers", "drop_last"]
+        flags += ["recompute", "sparse", "tied_head"]
         words += [name for name in flags if getattr(self, name)]
         bounds = {"norm": self.max_norm, "value": self.max_value, "ema": self.ema}
         words += [f"{name}={bound}" for name, bound in bounds.items() if bound is not None]
@@ -119,7 +120,8 @@ def draw(number: int, *, processes: Sequence[int] = (1, 2)) -> Combination:
     dice = random.Random(number)
     inputs: Input = dice.choice(("vectors", "tokens"))
     pieces = _pieces(dice, inputs)
-    loss = dice.choice(("mse", "classes", "tokens") if inputs == "tokens" else ("mse", "classes"))
+    losses: tuple[Loss, ...] = ("mse", "classes", "tokens")
+    loss: Loss = dice.choice(losses if inputs == "tokens" else losses[:2])
     optimizer = dice.choice(list(OPTIMIZERS))
     segments = dice.choices((1, 2, 3), (5, 4, 1))[0]
     several = dice.random() < 0.9
@@ -170,10 +172,17 @@ def _engine(dice: random.Random, processes: Sequence[int], pieces: Sequence[str]
     if name == "single" or (count == 1 and name == "gloo"):
         return Engine("single", 1)
     uneven = bool({"unused", "experts"} & set(pieces))
-    knobs: dict[str, Any] = {"find_unused_parameters": True} if uneven and dice.random() < 0.9 else {}
+    knobs: dict[str, Any] = (
+        {"find_unused_parameters": True} if uneven and dice.random() < 0.9 else {}
+    )
     choices: dict[str, Sequence[Any]] = {
         "ddp": ("overlap", "gradient_as_bucket_view", "bucket_cap_mb", "zero1", "static_graph"),
-        "fsdp": ("reshard_after_forward", "reduce_every_micro_batch", "prefetch_depth", "cpu_offload"),
+        "fsdp": (
+            "reshard_after_forward",
+            "reduce_every_micro_batch",
+            "prefetch_depth",
+            "cpu_offload",
+        ),
         "gloo": ("overlap", "bucket_cap_mb", "zero1"),
     }
     values: dict[str, Any] = {

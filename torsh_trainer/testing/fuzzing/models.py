@@ -33,6 +33,8 @@ class Block(nn.Module):
 
 
 class Residual(Block):
+    """Normalised, beside what it adds to."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.norm = nn.LayerNorm(width)
@@ -42,11 +44,15 @@ class Residual(Block):
 
 
 class Shared(Block):
+    """One layer, twice."""
+
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(torch.tanh(self.linear(x))))
 
 
 class Tied(Block):
+    """Two layers of one weight."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.other = nn.Linear(width, width)
@@ -57,6 +63,8 @@ class Tied(Block):
 
 
 class Scalar(Block):
+    """A parameter without dimensions."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.scale = nn.Parameter(torch.tensor(0.5))
@@ -66,6 +74,8 @@ class Scalar(Block):
 
 
 class Complex(nn.Module):
+    """A complex parameter."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.randn(width, dtype=torch.complex64))
@@ -86,6 +96,8 @@ class Double(nn.Module):
 
 
 class Empty(Block):
+    """A parameter without elements."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.nothing = nn.Parameter(torch.empty(0, width))
@@ -95,12 +107,16 @@ class Empty(Block):
 
 
 class Unused(Block):
+    """A layer that no forward reaches."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.unused = nn.Linear(width, 2)
 
 
 class Frozen(Block):
+    """A layer that does not train."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
@@ -110,6 +126,8 @@ class Frozen(Block):
 
 
 class BatchNorm(Block):
+    """Buffers that forwards change."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.linear = nn.Linear(width, width, bias=False)  # its gradient would be rounding
@@ -120,6 +138,8 @@ class BatchNorm(Block):
 
 
 class Transposed(nn.Module):
+    """A parameter that is not contiguous."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter((torch.randn(width, width) / width).t())
@@ -147,12 +167,16 @@ def _clone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> Non
 
 
 class WeightNorm(Block):
+    """A weight that is computed from parameters."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.linear = parametrizations.weight_norm(self.linear)
 
 
 class Recurrent(nn.Module):
+    """Two layers of an LSTM."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
@@ -163,6 +187,8 @@ class Recurrent(nn.Module):
 
 
 class Attention(nn.Module):
+    """Attention over a sample's tokens."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
@@ -173,6 +199,8 @@ class Attention(nn.Module):
 
 
 class Convolution(nn.Module):
+    """Odd shapes."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.convolution = nn.Conv1d(1, 1, 3, padding=1)
@@ -195,6 +223,9 @@ class Experts(nn.Module):
 class Constants(Block):
     """Buffers that no forward changes, one of them in no state."""
 
+    mask: Tensor
+    scale: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.register_buffer("mask", torch.ones(width), persistent=False)
@@ -207,6 +238,8 @@ class Constants(Block):
 class Reads(Block):
     """Reads what its forwards change: the number of processes shows, and is told."""
 
+    seen: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.register_buffer("seen", torch.zeros(width))
@@ -218,17 +251,23 @@ class Reads(Block):
 
 
 class Hook(Block):
+    """A hook on a parameter."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.linear.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
 class Recomputed(Block):
+    """Activation checkpointing by the user."""
+
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
 class PReLU(Block):
+    """A parameter of one element."""
+
     def __init__(self, width: int) -> None:
         super().__init__(width)
         self.slope = nn.PReLU()
@@ -383,9 +422,7 @@ class DrawnTask(Task):
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         if self.drawn.loss == "mse":
             return F.mse_loss(outputs, batch[1].to(outputs.dtype))
-        return F.cross_entropy(
-            outputs.flatten(0, -2), batch[1].flatten(), ignore_index=PADDING
-        )
+        return F.cross_entropy(outputs.flatten(0, -2), batch[1].flatten(), ignore_index=PADDING)
 
     def weight(self, batch: Any) -> float:
         if self.drawn.loss != "tokens":

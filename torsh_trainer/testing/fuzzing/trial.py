@@ -6,15 +6,15 @@ import contextlib
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from torsh_trainer import registry
@@ -174,11 +174,12 @@ def tolerance(drawn: Combination) -> float:
 def compare(found: Curve, right: Curve) -> tuple[float, str]:
     """The largest difference, relative to what is right, and where it is."""
     rows: list[tuple[float, str]] = [(0.0, "")]
-    for name, mine, others in (
+    numbers: list[tuple[str, Mapping[Any, float], Mapping[Any, float]]] = [
         ("loss", found.losses, right.losses),
         ("grad_norm", found.norms, right.norms),
         ("metric", found.metrics, right.metrics),
-    ):
+    ]
+    for name, mine, others in numbers:
         if set(mine) != set(others):
             return math.inf, f"{name} of {sorted(mine)}, not {sorted(others)}"
         floor = 1e-2 if name == "grad_norm" else 1e-3
