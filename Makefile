@@ -8,7 +8,7 @@ PLUGINS := plugins/deepspeed plugins/horovod plugins/lightning plugins/mpi
 COMMA := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs docs-serve guarantees keys bench wheel clean
+.PHONY: help demo test test-all lint docs docs-serve guarantees keys bench wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -18,6 +18,9 @@ demo: $(VENV)/.installed-recipes  ## train the digits recipe with DDP on two pro
 
 test: lint docs  ## lint, types, import rules, strict docs, then the tests
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+test-all: test  ## the tests, then 10,000 random combinations beside plain PyTorch (about an hour)
+	OMP_NUM_THREADS=1 $(PY) -m torsh_trainer.testing.fuzzing --combinations 10000
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 	$(PY) -m ruff check .

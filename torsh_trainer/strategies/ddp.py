@@ -139,7 +139,6 @@ class DDPEngine(NativeEngine):
         self._checked = False
         self._within_forward = False
         self._ready = False  # the wrapper's forward has run since the last backward
-        self._passed_by = False  # the task calls its own model instead of the wrapper
         self._order: list[str] | None = None
         wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
@@ -147,7 +146,8 @@ class DDPEngine(NativeEngine):
             job,
             comm,
             model=model,
-            module=wrapped,
+            # The wrapper looks for what is unused after every forward; a step may have several.
+            module=module if knobs.find_unused_parameters else wrapped,
             eval_module=module,
             averaging_ranks=comm.world.size,
             gradient_scale=knobs.gradient_scale_on(comm.world),
@@ -240,8 +240,7 @@ class DDPEngine(NativeEngine):
     def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
         settled = super()._settle(loss, shrinks=shrinks)
         if loss is not None and self._ddp is not None:
-            self._passed_by = not self._ready
-            if settled or self._within_forward or self._passed_by:
+            if settled or self._within_forward or not self._ready:
                 self._arm(self._ddp, loss)  # its forward has readied other buckets, or none
             self._ready = False
         return settled

@@ -100,7 +100,8 @@ def same_tensor(ours: Tensor, plain: Tensor, bound: float, what: str) -> None:
     """Asserts that no element is further away than ``bound`` times the largest."""
     assert ours.shape == plain.shape, f"{what} has shape {tuple(ours.shape)}"
     scale = max(float(plain.abs().max()), 1e-30)
-    difference = float((ours.double() - plain.double()).abs().max()) / scale
+    wide = torch.complex128 if plain.is_complex() else torch.float64
+    difference = float((ours.to(wide) - plain.to(wide)).abs().max()) / scale
     assert difference <= bound, (
         f"{what} is {difference:.2g} of its largest element away from plain PyTorch, "
         f"{bound:.2g} allowed"

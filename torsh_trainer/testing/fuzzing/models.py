@@ -130,11 +130,11 @@ class BatchNorm(Block):
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.linear = nn.Linear(width, width, bias=False)  # its gradient would be rounding
+        self.linear = nn.Linear(width, width, bias=False)  # which has a gradient of rounding
         self.norm = nn.BatchNorm1d(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.linear(x).flatten(0, -2))).view(x.shape)
+        return torch.tanh(self.norm(self.linear(torch.tanh(x)).flatten(0, -2))).view(x.shape)
 
 
 class Transposed(nn.Module):

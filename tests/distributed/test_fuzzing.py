@@ -1,0 +1,52 @@
+"""The fuzzer: random combinations equal plain PyTorch or are refused, and it sees what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from torsh_trainer.testing.fuzzing.drawing import draw
+from torsh_trainer.testing.fuzzing.plain import train_plainly
+from torsh_trainer.testing.fuzzing.trial import Fuzzer
+
+DRAWN = 40
+
+
+@pytest.fixture(scope="module")
+def fuzzer() -> Iterator[Fuzzer]:
+    with Fuzzer() as made:
+        yield made
+
+
+@pytest.mark.parametrize("first", range(0, DRAWN, 10))
+def test_no_combination_is_wrong_without_a_word(fuzzer, first):
+    drawn = [draw(number) for number in range(first, first + 10)]
+    outcomes = [(fuzzer.try_one(one), one) for one in drawn]
+    wrong = [f"{o.verdict}: {o.why} {one}" for o, one in outcomes if o.verdict.isupper()]
+    assert wrong == []
+    assert sum(outcome.verdict == "agrees" for outcome, _ in outcomes) >= 5
+
+
+PLAIN = next(d for d in map(draw, range(1000)) if d.max_norm and len(d.engines) > 1 and d.double)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(PLAIN, max_norm=None),
+        replace(PLAIN, drop_last=True, samples=PLAIN.batch_size + 1),
+        replace(PLAIN, shuffle=not PLAIN.shuffle),
+        replace(PLAIN, ema=0.5),
+    ],
+    ids=["no clipping", "other samples", "another order", "another average"],
+)
+def test_it_sees_a_result_that_is_wrong(fuzzer, other):
+    assert fuzzer.try_one(PLAIN).verdict == "agrees"
+    assert fuzzer.try_one(PLAIN, right=train_plainly(other)).verdict == "DIFFERS"
+
+
+def test_a_combination_is_a_function_of_its_number():
+    assert [draw(n) for n in range(50)] == [draw(n) for n in range(50)]
+    assert len({str(draw(n)) for n in range(50)}) == 50
