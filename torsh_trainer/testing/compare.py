@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torsh_trainer.testing.reference import Outcome
