@@ -17,7 +17,7 @@ from torsh_trainer.comm.likeness import check_alike
 from torsh_trainer.comm.reducer import share as share
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.precision import DTypeName
-from torsh_trainer.strategies.base import Job
+from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.strategies.recompute import recompute_in_backward
 
 
@@ -153,6 +153,30 @@ def step_sparse(optimizer: Optimizer, sparse: Collection[nn.Parameter]) -> None:
 
 
 _STEP_SPARSE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+
+
+def refuse_kinds(
+    model: nn.Module,
+    knobs: Strategy,
+    *,
+    complex_numbers: bool = False,
+    float64: bool = False,
+    without_dimensions: bool = False,
+) -> None:
+    """Refuses parameters of kinds that ``knobs``'s engine cannot take; those that are True, it can.
+
+    Raises:
+        Unsupported: names the first one.
+    """
+    for name, p in model.named_parameters():
+        odd = {
+            "complex": p.is_complex() and not complex_numbers,
+            "of float64": p.dtype == torch.float64 and not float64,
+            "without dimensions": p.dim() == 0 and not without_dimensions,
+        }
+        for why, wrong in odd.items():
+            if wrong:
+                raise knobs.refuse(f"the parameter {name!r}, {why}", use="use strategy=ddp")
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

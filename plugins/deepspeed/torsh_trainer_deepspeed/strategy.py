@@ -194,6 +194,7 @@ class DeepSpeed(Strategy):
         deepspeed = library.load(comm)
         model = modules.build(job, comm)
         modules.refuse_sparse(model, "strategy=deepspeed", use="use strategy=ddp")
+        modules.refuse_kinds(model, self)
         plan = told(config, job, model, device=comm.device.type)
         if plan.offloads and OPTIMIZER not in plan.swaps:
             library.check_memory(trained_elements(model), comm.world, library.available_bytes())

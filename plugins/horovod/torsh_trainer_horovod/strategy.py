@@ -203,6 +203,7 @@ class Horovod(Strategy):
         if knobs is not None:
             self._check_compression(knobs)
         model = modules.build(job, comm)
+        modules.refuse_kinds(model, self, float64=True, without_dimensions=True)
         groups = self._named_groups(model)
         module = computing(model, job)
         modules.compiled(job, [module])

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 
-from torsh_trainer.testing.fuzzing.drawing import draw
+from torsh_trainer.testing.fuzzing.drawing import NATIVE, draw
 from torsh_trainer.testing.fuzzing.trial import SILENT, Fuzzer
 
 
@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--combinations", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the number to begin with")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--strategies", nargs="+", default=NATIVE, metavar="NAME")
     parser.add_argument("--show", action="store_true", help="every combination, not the wrong ones")
     options = parser.parse_args()
     verdicts: Counter[str] = Counter()
@@ -24,7 +25,7 @@ def main() -> int:
     began = time.monotonic()
     with Fuzzer() as fuzzer:
         for number in range(options.first, options.first + options.combinations):
-            drawn = draw(number, processes=options.processes)
+            drawn = draw(number, processes=options.processes, strategies=options.strategies)
             outcome = fuzzer.try_one(drawn)
             verdicts[outcome.verdict] += 1
             if outcome.verdict == "refused":

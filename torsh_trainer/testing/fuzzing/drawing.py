@@ -115,8 +115,13 @@ class Combination:
         return " ".join(words)
 
 
-def draw(number: int, *, processes: Sequence[int] = (1, 2)) -> Combination:
-    """The combination of that number."""
+NATIVE = ("ddp", "ddp", "fsdp", "fsdp", "gloo", "single")
+
+
+def draw(
+    number: int, *, processes: Sequence[int] = (1, 2), strategies: Sequence[str] = NATIVE
+) -> Combination:
+    """The combination of that number, trained by some of ``strategies``."""
     dice = random.Random(number)
     inputs: Input = dice.choice(("vectors", "tokens"))
     pieces = _pieces(dice, inputs)
@@ -126,7 +131,8 @@ def draw(number: int, *, processes: Sequence[int] = (1, 2)) -> Combination:
     segments = dice.choices((1, 2, 3), (5, 4, 1))[0]
     several = dice.random() < 0.9
     clip = dice.choices((None, "norm", "value"), (4, 3, 1))[0]
-    engines = [_engine(dice, processes if several else (1,), pieces) for _ in range(segments)]
+    counts = processes if several else (1,)
+    engines = [_engine(dice, counts, strategies, pieces) for _ in range(segments)]
     lengths = [dice.randint(1, 4) for _ in engines]
     micro, rounds = dice.randint(2, 4), dice.randint(1, 2)
     batch = micro * rounds * max(engine.processes for engine in engines)
@@ -166,15 +172,22 @@ def _pieces(dice: random.Random, inputs: Input) -> list[str]:
     return pieces
 
 
-def _engine(dice: random.Random, processes: Sequence[int], pieces: Sequence[str]) -> Engine:
+def _engine(
+    dice: random.Random,
+    processes: Sequence[int],
+    strategies: Sequence[str],
+    pieces: Sequence[str],
+) -> Engine:
     count = dice.choice(processes)
-    name = dice.choice(("ddp", "ddp", "fsdp", "fsdp", "gloo", "single"))
+    name = dice.choice(strategies)
     if name == "single" or (count == 1 and name == "gloo"):
         return Engine("single", 1)
     uneven = bool({"unused", "experts"} & set(pieces))
-    knobs: dict[str, Any] = (
-        {"find_unused_parameters": True} if uneven and dice.random() < 0.9 else {}
-    )
+    knobs: dict[str, Any] = {}
+    if uneven and dice.random() < 0.9 and name != "deepspeed":  # which has no such knob
+        knobs["find_unused_parameters"] = True
+    if name == "deepspeed":
+        knobs["stage"] = dice.choice((0, 1, 2, 3))
     choices: dict[str, Sequence[Any]] = {
         "ddp": ("overlap", "gradient_as_bucket_view", "bucket_cap_mb", "zero1", "static_graph"),
         "fsdp": (
@@ -184,6 +197,7 @@ def _engine(dice: random.Random, processes: Sequence[int], pieces: Sequence[str]
             "cpu_offload",
         ),
         "gloo": ("overlap", "bucket_cap_mb", "zero1"),
+        "mpi": ("overlap", "bucket_cap_mb", "zero1"),
     }
     values: dict[str, Any] = {
         "overlap": False,
@@ -196,7 +210,7 @@ def _engine(dice: random.Random, processes: Sequence[int], pieces: Sequence[str]
         "prefetch_depth": 1,
         "cpu_offload": True,
     }
-    for knob in choices[name]:
+    for knob in choices.get(name, ()):
         if dice.random() < 0.2 and not (knob == "static_graph" and uneven):
             knobs[knob] = values[knob]
     return Engine(name, count, knobs)
