@@ -21,10 +21,12 @@ from torsh_trainer.strategies.base import (
     LossReport,
     Mesh,
     MicroBatch,
+    StepOutcome,
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
+from torsh_trainer.strategies.outputs import hook_hidden_outputs
 from torsh_trainer.strategies.trained import Change
 from torsh_trainer.strategies.units import CommonOrder, WholePass, units_of
 from torsh_trainer.task import Task
@@ -266,6 +268,10 @@ class FSDPEngine(NativeEngine):
         for module in model.modules() if scatter is not None else ():
             if hasattr(module, "set_custom_reduce_scatter"):
                 cast(Any, module).set_custom_reduce_scatter(scatter)
+        for root in self._roots:
+            hook_hidden_outputs(root)
+            # Whoever comes first would be the root: a unit that a hook calls before any step.
+            root._get_fsdp_state()._lazy_init()
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
@@ -293,6 +299,21 @@ class FSDPEngine(NativeEngine):
             self._pass.reduce(syncs=sync or self._knobs.reduce_every_micro_batch)
         if self._knobs.zero_unused and sync:
             self._zero_unused()
+        self._let_go()
+
+    @contextlib.contextmanager
+    def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
+        self._let_go()
+        with super().training_forward(manual=manual) as module:
+            yield module
+
+    def _stepped(self, outcome: StepOutcome) -> None:
+        super()._stepped(outcome)
+        self._let_go()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._let_go()
 
     def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
         # Within a forward a module has whole parameters in the place of its shards, which alone
@@ -352,13 +373,12 @@ class FSDPEngine(NativeEngine):
             self._let_go()
 
     def _let_go(self) -> None:
-        """Of what a forward without backward has gathered, with reshard_after_forward=false.
+        """Of what a forward has gathered and no backward came to (reshard_after_forward=false).
 
-        The next one would use that instead of parameters that have changed since.
+        The next one would use that instead of parameters that have changed since, or do not train.
         """
-        for module in self.model.modules():
-            if hasattr(module, "reshard"):
-                cast(Any, module).reshard()
+        for unit in self._units:
+            unit.reshard()
 
     def _local(self, gradients: list[Tensor]) -> list[Tensor]:
         return [cast(Any, gradient).to_local() for gradient in gradients]

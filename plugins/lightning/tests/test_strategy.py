@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -290,8 +291,13 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
     torch.save({"weights": torch.ones(1)}, path)
     with pytest.raises(ConfigError, match="no checkpoint of Lightning's"):
         fitted(TorshStrategy("single"), net(), tmp_path, ckpt_path=path)
-    with pytest.raises(ResourceError, match="there is no checkpoint file"):
-        fitted(TorshStrategy("single"), net(), tmp_path, ckpt_path=tmp_path / "none.ckpt")
+    missing = tmp_path / "none.ckpt"
+    with pytest.raises(ResourceError, match="there is no checkpoint file") as ours:
+        fitted(TorshStrategy("single"), net(), tmp_path, ckpt_path=missing)
+    with pytest.raises(FileNotFoundError) as lightnings:
+        fitted("auto", net(), tmp_path, ckpt_path=missing)
+    assert isinstance(ours.value, lightnings.type)
+    assert str(pickle.loads(pickle.dumps(ours.value))) == str(ours.value)
 
 
 def test_a_checkpoint_that_carries_code_needs_a_word(tmp_path, whole_run):

@@ -17,6 +17,10 @@ _CODE = re.compile(r"(?:GLOBAL|[Cc]lass) ([\w.]+)")
 ALLOWED = "pass weights_only=False (fit, validate, test and predict take it)"
 
 
+class MissingCheckpoint(ResourceError, FileNotFoundError):
+    """There is no such file; scripts that go on without one catch what Lightning raises."""
+
+
 class SafeCheckpointIO(TorchCheckpointIO):
     """Lightning's files as Lightning writes them; what is read runs no code unless it is allowed.
 
@@ -39,13 +43,13 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             ConfigError: it is no checkpoint of Lightning's, or it carries code and
                 ``weights_only`` is not False.
-            ResourceError: it is not there.
+            MissingCheckpoint: it is not there.
         """
         safely = True if weights_only is None else weights_only
         try:
             content = super().load_checkpoint(path, map_location, weights_only=safely)
         except (FileNotFoundError, IsADirectoryError) as error:
-            raise ResourceError(
+            raise MissingCheckpoint(
                 f"there is no checkpoint file {path}", fix="give the path of a .ckpt file"
             ) from error
         except pickle.UnpicklingError as error:

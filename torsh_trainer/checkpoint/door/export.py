@@ -237,9 +237,14 @@ def _lightning_content(
         "pytorch-lightning_version": LIGHTNING_VERSION,
         "state_dict": _model(contents, chosen, wanted),
     }
+    own = _lightnings_own(contents)
     if not _goes_on(contents, wanted):
-        return content
+        settings = {key: value for key, value in own.items() if "hyper_parameters" in key}
+        return {**content, **settings}
     states = _optimizers(contents, wanted)
+    if own:
+        numbers = [numbered(state) for state in states.values()]
+        return {**content, **own, "state_dict": content["state_dict"], "optimizer_states": numbers}
     return {
         **content,
         "loops": {"fit_loop": _loops(counts["updates"], counts["epoch"], len(states))},
@@ -247,6 +252,15 @@ def _lightning_content(
         "optimizer_states": [numbered(state) for state in states.values()],
         "lr_schedulers": _schedulers(contents, states, counts["updates"]),
     }
+
+
+def _lightnings_own(contents: Contents) -> dict[str, Any]:
+    """What a run of a LightningModule has saved as Lightning does, all but its tensors."""
+    saved = contents.plain.get("task", {}).get("lightning")
+    if saved is None:
+        return {}
+    found: dict[str, Any] = torch.load(io.BytesIO(saved), weights_only=True)
+    return {key: value for key, value in found.items() if key != "torsh_trainer"}
 
 
 def _goes_on(contents: Contents, wanted: Export) -> bool:
@@ -305,7 +319,7 @@ def _optimizers(contents: Contents, wanted: Export) -> dict[str, dict[str, Any]]
         for group in state["groups"]:
             group["params"] = [wanted.name(name) for name in group["params"]]
             group["lr"] = next(upcoming, group["lr"])
-            group["initial_lr"] = next(base, group["lr"])
+            group["initial_lr"] = next(base, group.get("initial_lr", group["lr"]))
     return states
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,8 @@ from lightning.pytorch.trainer import call
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer_lightning.loop.facade import Facade
+
+log = logging.getLogger(__name__)
 
 
 def saved_state(facade: Facade, *, world_size: int, batches: int | None) -> bytes:
@@ -30,6 +34,8 @@ def saved_state(facade: Facade, *, world_size: int, batches: int | None) -> byte
         "callbacks": call._call_callbacks_state_dict(facade),
         "lr_schedulers": [one.scheduler.state_dict() for one in facade.lr_scheduler_configs],
     }
+    for holder in (facade.lightning_module, datamodule):
+        state.update(_hyper_parameters(holder))
     if datamodule is not None:
         held = call._call_lightning_datamodule_hook(facade, "state_dict")
         if held:
@@ -44,9 +50,60 @@ def saved_state(facade: Facade, *, world_size: int, batches: int | None) -> byte
         "callback_metrics": dict(connector._callback_metrics),
         "logged_metrics": dict(connector._logged_metrics),
     }
+    _check_data(state)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()
+
+
+def _hyper_parameters(holder: Any) -> dict[str, Any]:
+    """Those of a module or a data module, as Lightning saves them, where they are data."""
+    if holder is None or not holder.hparams:
+        return {}
+    found = {holder.CHECKPOINT_HYPER_PARAMS_KEY: dict(holder.hparams)}
+    if hasattr(holder, "_hparams_name"):
+        found[holder.CHECKPOINT_HYPER_PARAMS_NAME] = holder._hparams_name
+    why = _why_no_data(found)
+    if why is not None:
+        log.warning(
+            "the hyperparameters of %s are not in our checkpoints, which hold data alone: %s; "
+            "leave such arguments out: save_hyperparameters(ignore=[...])",
+            type(holder).__name__,
+            why,
+        )
+        return {}
+    return found
+
+
+def _why_no_data(state: Mapping[str, Any]) -> str | None:
+    """What in ``state`` could not be read again without running code; None: nothing."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(dict(state), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # noqa: BLE001 - whatever a user's object makes of it
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        return named[1] if named else next(iter(str(error).splitlines()), type(error).__name__)
+    return None
+
+
+def _check_data(state: Mapping[str, Any]) -> None:
+    """Refuses to write what a run that goes on could not read.
+
+    Raises:
+        ConfigError: names the entry, and what it holds.
+    """
+    if _why_no_data(state) is None:
+        return
+    for key, value in state.items():
+        why = _why_no_data({key: value})
+        if why is not None:
+            raise ConfigError(
+                f"a hook has put {why} into the checkpoint, as {key!r}, and our checkpoints hold "
+                "data alone",
+                fix="put in numbers, strings, tensors, and lists and dictionaries of them",
+            )
 
 
 def lightning_state(state: Mapping[str, Any]) -> dict[str, Any]:
