@@ -127,7 +127,9 @@ class Rank:
     def engine(self) -> Engine:
         engine = self.strategy.prepare(self.job, self.comm)
         if self.trains and engine.randomness != self.job.randomness:
-            cause = "trainer.compile=true" if self.trainer.compile else f"strategy={self.strategy.name}"
+            cause = (
+                "trainer.compile=true" if self.trainer.compile else f"strategy={self.strategy.name}"
+            )
             log.warning(
                 "trainer.randomness=%s: %s draws %s, so a dropout draws other units on other "
                 "numbers of processes",

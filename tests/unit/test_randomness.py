@@ -96,7 +96,7 @@ def test_words_fill_their_range_evenly():
         whole = torch.randint(3, 19, (64, 1001))
     normal = torch.special.ndtr(normal)
     for drawn in (uniform, normal, 1 - torch.exp(-exponential)):
-        assert 0 <= float(drawn.min()) and float(drawn.max()) <= 1
+        assert float(drawn.min()) >= 0 and float(drawn.max()) <= 1
         assert abs(chi_square(torch.histc(drawn, 64, 0, 1))) < 5
     assert abs(chi_square(torch.bincount(whole.flatten() - 3, minlength=16))) < 5
 
@@ -112,12 +112,15 @@ def test_a_sample_draws_the_same_in_any_micro_batch_and_at_any_length():
 def test_the_fused_dropout_of_accelerators_and_its_gradient_are_those_of_its_mask(p):
     x = torch.randn(64, 33, dtype=torch.float64, requires_grad=True)
     with SampleDraws(nn.Identity(), CPU).of(micro_batch()):
-        y, mask = torch.native_dropout(x, p, True)
+        y, mask = torch.native_dropout(x, p, train=True)
         y.sum().backward()
     scale = 0.0 if p == 1 else 1 / (1 - p)
     torch.testing.assert_close(y, x * mask * scale)
-    torch.testing.assert_close(x.grad, mask * scale)
-    assert abs(float(mask.double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / mask.numel()) + 1e-9
+    torch.testing.assert_close(x.grad, mask.double() * scale)
+    assert (
+        abs(float(mask.double().mean()) - (1 - p))
+        < 5 * math.sqrt(p * (1 - p) / mask.numel()) + 1e-9
+    )
 
 
 def test_outside_of_a_forward_and_with_a_generator_torch_draws():
@@ -168,7 +171,6 @@ def test_what_has_no_key_draws_by_micro_batch_and_is_named_once(model, words, ca
         for _ in range(2):
             with draws.of(micro_batch(count=8)):
                 model(x)
-    assert [record.getMessage().startswith(word) for record, word in zip(caplog.records, words, strict=True)]
     for record, word in zip(caplog.records, words, strict=True):
         assert word in record.getMessage()
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 
 class Samples(NamedTuple):
-    """Which samples of a global batch a micro-batch holds: ``count``, from the ``first`` on.
+    """Which samples of a global batch a micro-batch holds: ``size``, from the ``first`` on.
 
     ``key`` is that of the step's random numbers, the same for all of its samples.
     """
 
     first: int
-    count: int
+    size: int
     key: int
 
 

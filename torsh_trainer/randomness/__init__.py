@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,7 +31,9 @@ def check_randomness(randomness: str) -> None:
     """Raises ConfigError where that is none of the ways."""
     ways = get_args(Randomness)
     if randomness not in ways:
-        raise ConfigError(f"trainer.randomness={randomness} is unknown", fix=nearest(randomness, ways))
+        raise ConfigError(
+            f"trainer.randomness={randomness} is unknown", fix=nearest(randomness, ways)
+        )
 
 
 def draws_of(randomness: Randomness, model: nn.Module, device: torch.device) -> ForwardDraws:
@@ -123,7 +126,7 @@ class SampleDraws(ForwardDraws):
         assert samples is not None
         number = None if generator is None else self._numbers.get(generator.initial_seed())
         layout = layout_of(
-            shape, samples.count, time_major=self._time_major, parameters=self._parameters
+            shape, samples.size, time_major=self._time_major, parameters=self._parameters
         )
         if generator is None or number is None or layout is None:
             self.leave(operation, shape)
@@ -158,7 +161,7 @@ class SampleDraws(ForwardDraws):
         if kept is None:
             start = block * self._at_once + (0 if device.type == self._device else _HOST)
             draws = range(start, start + self._at_once)
-            counters = self._counters_of(1 if shared else samples.count, draws, device)
+            counters = self._counters_of(1 if shared else samples.size, draws, device)
             kept = keys_of(samples.key, -1 if shared else samples.first, counters)
             self._kept[block, shared, device.type] = kept
         return kept[row]
@@ -202,7 +205,7 @@ def _is_time_major(model: nn.Module) -> bool:
 
 def _module_at_work(model: nn.Module) -> str:
     """The innermost module whose method runs, by its name in ``model``."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module):
@@ -210,5 +213,5 @@ def _module_at_work(model: nn.Module) -> str:
             if name:
                 return f"{name} ({type(owner).__name__})"
             return type(owner).__name__
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "the forward"

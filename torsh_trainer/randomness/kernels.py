@@ -43,7 +43,7 @@ _KEEP: list[Any] = []  # a library's kernels go with it
 
 def set_current(drawing: Drawing | None) -> None:
     """Who is asked from now on, in every thread: a backward that recomputes runs in another."""
-    global _current
+    global _current  # noqa: PLW0603 - as torch's default generators are
     _current = drawing
 
 
@@ -51,7 +51,7 @@ def set_current(drawing: Drawing | None) -> None:
 def install(device_type: str) -> None:
     """Replaces the kernels of a device, once a process."""
     key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
-    library = torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    library = torch.library.Library("aten", "IMPL")
     _KEEP.append(library)
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     with warnings.catch_warnings():  # torch tells of every replacement, which is the purpose
@@ -136,9 +136,7 @@ def _uniform(
     return tensor.copy_(uniform if (low, high) == (0.0, 1.0) else uniform * (high - low) + low)
 
 
-def _normal(
-    drawing: Drawing, tensor: Tensor, mean: float = 0.0, std: float = 1.0
-) -> Tensor | None:
+def _normal(drawing: Drawing, tensor: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor | None:
     pairs = _words(drawing, tensor, "normal_", pairs_of)
     if pairs is None or std < 0.0:
         return None
