@@ -96,7 +96,8 @@ def test_words_fill_their_range_evenly():
         whole = torch.randint(3, 19, (64, 1001))
     normal = torch.special.ndtr(normal)
     for drawn in (uniform, normal, 1 - torch.exp(-exponential)):
-        assert float(drawn.min()) >= 0 and float(drawn.max()) <= 1
+        assert float(drawn.min()) >= 0
+        assert float(drawn.max()) <= 1
         assert abs(chi_square(torch.histc(drawn, 64, 0, 1))) < 5
     assert abs(chi_square(torch.bincount(whole.flatten() - 3, minlength=16))) < 5
 
