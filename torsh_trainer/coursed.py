@@ -44,7 +44,7 @@ class CoursedRank(Rank):
     @cached_property
     def job(self) -> Job:
         job = job_with(self.trainer, self.task, self.course.batch)
-        return replace(job, manual=self.course.manual)
+        return replace(job, manual=self.course.manual, randomness="by_micro_batch")
 
     @cached_property
     def loop(self) -> OwnLoop:  # type: ignore[override]

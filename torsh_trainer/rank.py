@@ -125,7 +125,19 @@ class Rank:
 
     @cached_property
     def engine(self) -> Engine:
-        return self.strategy.prepare(self.job, self.comm)
+        engine = self.strategy.prepare(self.job, self.comm)
+        if self.trains and engine.randomness != self.job.randomness:
+            cause = (
+                "trainer.compile=true" if self.trainer.compile else f"strategy={self.strategy.name}"
+            )
+            log.warning(
+                "trainer.randomness=%s: %s draws %s, so a dropout draws other units on other "
+                "numbers of processes",
+                self.job.randomness,
+                cause,
+                engine.randomness.replace("_", " "),
+            )
+        return engine
 
     @cached_property
     def cut(self) -> Cut:
@@ -154,6 +166,7 @@ class Rank:
             **resume.strategy_facts(self.strategy),
             **resume.optimizer_facts(self.engine.optimizers, self.engine.model),
             **place,
+            "trainer.randomness": self.engine.randomness,
             "world_size": self.world.size,
         }
 
@@ -673,6 +686,7 @@ def job_with(trainer: Trainer, task: Task, batch: BatchPlan) -> Job:
         phantom_lr=trainer.phantom_lr,
         phantom_state=trainer.phantom_state,
         deterministic=trainer.deterministic,
+        randomness=trainer.randomness,
     )
 
 

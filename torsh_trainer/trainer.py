@@ -22,6 +22,7 @@ from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.inline import Inline
 from torsh_trainer.precision import Precision
 from torsh_trainer.process import run_rank
+from torsh_trainer.randomness import Randomness, check_randomness
 from torsh_trainer.rundir import fresh_name
 from torsh_trainer.schedule.base import Schedule, StatefulSchedule
 from torsh_trainer.strategies.base import Strategy
@@ -110,6 +111,7 @@ class Trainer:
     seed: int = 0
     phantom_lr: float | None = None
     phantom_state: bool = True
+    randomness: Randomness = "by_micro_batch"
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     on_nonfinite: Literal["stop", "skip", "continue"] = "stop"
@@ -138,6 +140,7 @@ class Trainer:
             raise ConfigError(
                 f"trainer.ema_decay={self.ema_decay} is not between 0 and 1", fix="0.999 is usual"
             )
+        check_randomness(self.randomness)
         refuse_uncalled(self.task, self.callbacks)
         seconds(self.max_time, option="trainer.max_time")
         unknown = set(self.stages) - set(get_args(Stage))

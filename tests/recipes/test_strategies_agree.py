@@ -19,9 +19,6 @@ RUN = [
     "trainer.max_epochs=null",
     "trainer.log_every=1",
     "checkpoint.at_end=false",
-    # 16 samples of each micro-batch on one, two and four processes alike: the same units drop out.
-    "data.batch_size=64",
-    "data.micro_batch_size=16",
 ]
 
 

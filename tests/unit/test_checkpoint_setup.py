@@ -266,7 +266,7 @@ def test_another_cut_of_the_same_batch_goes_on_and_says_what_becomes_inexact(
     with caplog.at_level(logging.INFO, logger="torsh_trainer"):
         resuming(loading=Loading(batch_size=8, micro_batch_size=2), precision=BF16).fit()
     assert (
-        "a dropout draws other units, and sums are taken in another order: "
+        "sums are taken in another order, and by micro-batch a dropout draws other units: "
         "data.micro_batch_size was 8 and is 2" in caplog.text
     )
     assert "numbers are rounded otherwise: precision was fp32 and is bf16-mixed" in caplog.text

@@ -54,7 +54,9 @@ APPLIED = (
 INEXACT = {
     "world_size": "sums over ranks are taken in another order",
     "strategy": "sums are taken in another order",
-    "data.micro_batch_size": "a dropout draws other units, and sums are taken in another order",
+    "data.micro_batch_size": "sums are taken in another order, and by micro-batch a dropout "
+    "draws other units",
+    "trainer.randomness": "a dropout draws other units",
     "data.seed_samples": "augmentation draws other numbers",
     "precision": "numbers are rounded otherwise",
     "trainer.compile": "other kernels round otherwise",

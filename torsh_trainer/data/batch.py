@@ -5,14 +5,27 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 
+class Samples(NamedTuple):
+    """Which samples of a global batch a micro-batch holds: ``size``, from the ``first`` on.
+
+    ``key`` is that of the step's random numbers, the same for all of its samples.
+    """
+
+    first: int
+    size: int
+    key: int
+
+
 class Place(NamedTuple):
     """Which micro-batch of a step this is, counted over all ranks that see other samples.
 
     ``number`` is below ``of``, the number of those that hold samples, but for a filler.
+    ``samples`` is None where nobody knows them: forwards then draw by micro-batch.
     """
 
     number: int
     of: int
+    samples: Samples | None = None
 
     @property
     def is_filler(self) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.data.dataset import TensorDataset
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE
-from torsh_trainer.data.batch import MicroBatch, Step
+from torsh_trainer.data.batch import MicroBatch, Place, Step
 from torsh_trainer.data.draws import Failed, seed_draws
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, Share, StepPlan, mix
@@ -124,14 +124,14 @@ class TrainFeed:
         return self._asked_weights()
 
     def _known_weights(self, weight: float) -> Generator[Step, None, None]:
-        move, keys = self._move, self._keys
+        move = self._move
         try:
             for (epoch, shares, samples, ends_epoch), batches in self._loaded:
-                places = self._cut.places(len(shares), samples)
+                placed = self._places(shares, samples)
                 micro = [
                     MicroBatch(move(batch), counts * weight, key, place)
-                    for batch, (_, counts), key, place in zip(
-                        batches, shares, keys(len(shares)), places, strict=True
+                    for batch, (_, counts), (key, place) in zip(
+                        batches, shares, placed, strict=True
                     )
                 ]
                 yield Step(micro, samples * weight, samples, epoch, ends_epoch)
@@ -152,20 +152,18 @@ class TrainFeed:
                 ahead[-1].wait()
             self._loaded.close()
 
-    def _keys(self, count: int) -> list[int]:
-        """Seeds of this rank's forwards in the next step."""
-        keys, rank = self._forward_keys, self._cut.dp_rank
+    def _places(self, shares: list[Share], samples: int) -> list[tuple[int, Place]]:
+        """Seeds of this rank's forwards in the next step, and which micro-batches they are."""
+        keys = self._forward_keys
         base = keys.of_step(self._step)
         self._step += 1
-        if count == 1:
-            return [keys.of_micro_batch(base, rank)]
-        return [keys.of_micro_batch(base, i * self._cut.dp_size + rank) for i in range(count)]
+        places = self._cut.places(shares, samples, base)
+        return [(keys.of_micro_batch(base, place.number), place) for place in places]
 
     def _weigh(self, plan: StepPlan, batches: list[Any]) -> tuple[Any, ...]:
         micro = []
-        keys = self._keys(len(plan.shares))
-        places = self._cut.places(len(keys), plan.samples)
-        for batch, share, key, place in zip(batches, plan.shares, keys, places, strict=True):
+        placed = self._places(plan.shares, plan.samples)
+        for batch, share, (key, place) in zip(batches, plan.shares, placed, strict=True):
             weight = self._weight(batch, share)
             micro.append(MicroBatch(self._move(batch), weight, key, place))
         total = torch.tensor([sum(one.weight for one in micro)], dtype=torch.float64)

@@ -6,14 +6,14 @@ position is one integer, the samples consumed so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from torsh_trainer.data.batch import Place
+from torsh_trainer.data.batch import Place, Samples
 
 _MASK = (1 << 64) - 1
 _KEY = _MASK >> 1
@@ -116,10 +116,18 @@ class Cut:
             shares.append(Share(part, len(part)) if part else Share(ids[:micro], 0))
         return shares
 
-    def places(self, count: int, samples: int) -> list[Place]:
-        """Which ones this rank's ``count`` micro-batches are, in a step of ``samples`` samples."""
-        of = -(-samples // self.micro_batch_size)
-        return [Place(i * self.dp_size + self.dp_rank, of) for i in range(count)]
+    def places(self, shares: Sequence[Share], samples: int, key: int) -> list[Place]:
+        """Which ones this rank's micro-batches are, in a step of ``samples`` samples.
+
+        ``key`` is that of the step's random numbers.
+        """
+        micro, of = self.micro_batch_size, -(-samples // self.micro_batch_size)
+        places = []
+        for i, (ids, counts) in enumerate(shares):
+            number = i * self.dp_size + self.dp_rank
+            first = number * micro if counts else 0
+            places.append(Place(number, of, Samples(first, len(ids), key)))
+        return places
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.membership import Membership
 from torsh_trainer.precision import Precision
+from torsh_trainer.randomness import Randomness
 from torsh_trainer.strategies.foreign import refuse_stepped
 from torsh_trainer.task import Mean, Task
 from torsh_trainer.world import World
@@ -126,7 +127,7 @@ class Job:
     take it while they start, and Adam counts it, and weights decay by it. ``phantom_state`` False
     forgets the optimizer's state of that step: what is left is what it did to the weights.
     ``manual`` says that the task calls ``backward`` and ``step_one`` itself, within a forward of
-    the model's.
+    the model's. ``randomness`` says what the random numbers of a forward depend on.
     """
 
     task: Task
@@ -147,6 +148,7 @@ class Job:
     manual: bool = False
     seed: int = 0
     deterministic: bool = False
+    randomness: Randomness = "by_micro_batch"
 
     def build_optimizers(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]]
@@ -191,6 +193,9 @@ class Engine(abc.ABC):
     def compression(self) -> Compressed | None:
         """What compresses gradients, with what it keeps in checkpoints; None where none does."""
         return None
+
+    randomness: Randomness = "by_micro_batch"
+    """What the random numbers of its training forwards depend on; ``Job.randomness`` asks."""
 
     evaluates_together: bool = False
     """Whether all ranks take part in every forward without gradients, and make as many."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import nn
@@ -52,4 +52,6 @@ class DP(Strategy):
         model = modules.build(job, comm)
         ids = None if self.device_ids is None else list(self.device_ids)
         module = nn.DataParallel(model, device_ids=ids)
+        # A device sees a part of the micro-batch, and does not know which.
+        job = replace(job, randomness="by_micro_batch")
         return NativeEngine(job, comm, model=model, module=module, eval_module=module)

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.wire import Traffic
-from torsh_trainer.data.draws import forward_generators
 from torsh_trainer.ema import Ema
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.precision import DTypeName
+from torsh_trainer.randomness import draws_of
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
     Clip,
@@ -93,7 +93,8 @@ class NativeEngine(Engine):
         self._compression = compression
         self._device = comm.device
         self._kept = (1.0, torch.ones((), device=comm.device))
-        self._generators = forward_generators(comm.device)
+        self.randomness = "by_micro_batch" if job.compile is not None else job.randomness
+        self._draws = draws_of(self.randomness, model, comm.device)
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
         self._last: dict[str, float] = {}
@@ -154,27 +155,26 @@ class NativeEngine(Engine):
         self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
     ) -> tuple[Tensor, float]:
         """Loss and gradients of a micro-batch; the ``last`` of a step communicates."""
-        batch, weight, rng_key, _ = micro
         before = self._buffers.before(micro)
-        if rng_key is not None:
-            for generator in self._generators:
-                generator.manual_seed(rng_key)
-        if self._autocast is None:
-            loss = task.loss(task.forward(self.module, batch), batch)
-        else:
-            with torch.autocast(self._device.type, dtype=self._autocast):
-                loss = task.loss(task.forward(self.module, batch), batch)
-        factor = weight * self._ranks / total_weight
-        if self._scaler is not None:
-            factor *= self._scaler.scale
-        if last:
-            self._settle(loss)
-        try:
-            self._backpropagate(loss, factor)
-        except (RuntimeError, AttributeError, TypeError) as error:
-            raise _why_no_backward(loss) or error from error
+        with self._draws.of(micro):  # the backward too, which may run a forward again
+            loss = self._forward(micro.batch, task)
+            factor = micro.weight * self._ranks / total_weight
+            if self._scaler is not None:
+                factor *= self._scaler.scale
+            if last:
+                self._settle(loss)
+            try:
+                self._backpropagate(loss, factor)
+            except (RuntimeError, AttributeError, TypeError) as error:
+                raise _why_no_backward(loss) or error from error
         self._buffers.after(micro, before)
-        return loss.detach(), weight
+        return loss.detach(), micro.weight
+
+    def _forward(self, batch: Any, task: Task) -> Tensor:
+        if self._autocast is None:
+            return task.loss(task.forward(self.module, batch), batch)
+        with torch.autocast(self._device.type, dtype=self._autocast):
+            return task.loss(task.forward(self.module, batch), batch)
 
     def _gradient(self, factor: float, loss: Tensor) -> Tensor:
         """``factor`` as a 0-dim tensor beside ``loss``; the last one is kept, it rarely changes."""

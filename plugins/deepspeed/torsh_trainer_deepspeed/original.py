@@ -152,16 +152,14 @@ class OriginalEngine(NativeEngine):
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
         parts = []
-        for i, (batch, weight, rng_key, _) in enumerate(micro_batches):
+        for i, micro in enumerate(micro_batches):
             if i:
                 self._wrapped.step()  # of the micro-batch before: no more than its count
-            if rng_key is not None:
-                for generator in self._generators:
-                    generator.manual_seed(rng_key)
-            loss = task.loss(task.forward(self._wrapped, batch), batch)
-            with self._replacement.in_force():
-                self._wrapped.backward(loss)
-            parts.append((loss.detach(), weight))
+            with self._draws.of(micro):
+                loss = task.loss(task.forward(self._wrapped, micro.batch), micro.batch)
+                with self._replacement.in_force():
+                    self._wrapped.backward(loss)
+            parts.append((loss.detach(), micro.weight))
         return LossReport(tuple(parts))
 
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:

@@ -134,17 +134,15 @@ class OriginalEngine(NativeEngine):
     ) -> LossReport:
         self._distributed.zero_grad()
         parts = []
-        for batch, weight, rng_key, _ in micro_batches:
-            if rng_key is not None:
-                for generator in self._generators:
-                    generator.manual_seed(rng_key)
-            with self._casting():
-                loss = task.loss(task.forward(self.module, batch), batch)
-            divided = loss / self._config.get("loss_divided_by", 1)
-            if self._grad_scaler is not None:
-                divided = self._grad_scaler.scale(divided)
-            divided.backward()
-            parts.append((loss.detach(), weight))
+        for micro in micro_batches:
+            with self._draws.of(micro):
+                with self._casting():
+                    loss = task.loss(task.forward(self.module, micro.batch), micro.batch)
+                divided = loss / self._config.get("loss_divided_by", 1)
+                if self._grad_scaler is not None:
+                    divided = self._grad_scaler.scale(divided)
+                divided.backward()
+            parts.append((loss.detach(), micro.weight))
         return LossReport(tuple(parts))
 
     def _casting(self) -> contextlib.AbstractContextManager[Any]:

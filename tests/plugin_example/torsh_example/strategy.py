@@ -16,6 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.randomness import draws_of
 from torsh_trainer.strategies.base import (
     Clip,
     Engine,
@@ -84,6 +85,8 @@ class ExampleEngine(Engine):
         self._names = {id(p): name for name, p in self.model.named_parameters()}
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             comm.broadcast(tensor.detach(), src=0)
+        self.randomness = job.randomness
+        self._draws = draws_of(job.randomness, self.model, comm.device)
         self._buffers = Buffers(self.model, comm, averages=job.task.running_averages(self.model))
 
     # -- one step -------------------------------------------------------------------------------
@@ -98,15 +101,14 @@ class ExampleEngine(Engine):
         parts = []
         self._buffers.begin_step(micro_batches[0].place)
         for micro in micro_batches:
-            batch, weight, rng_key, _ = micro
+            batch, weight = micro.batch, micro.weight
             before = self._buffers.before(micro)
-            if rng_key is not None:
-                torch.manual_seed(rng_key)
-            loss = task.loss(task.forward(self.model, batch), batch)
-            _check(loss)
-            # A loss over nothing may be 0/0, and NaN * 0 is NaN.
-            counted = loss if weight else torch.nan_to_num(loss)
-            (counted * (weight / total_weight)).backward()
+            with self._draws.of(micro):  # the backward too, which may run a forward again
+                loss = task.loss(task.forward(self.model, batch), batch)
+                _check(loss)
+                # A loss over nothing may be 0/0, and NaN * 0 is NaN.
+                counted = loss if weight else torch.nan_to_num(loss)
+                (counted * (weight / total_weight)).backward()
             self._buffers.after(micro, before)
             parts.append((loss.detach(), weight))
         self._buffers.end_step()
