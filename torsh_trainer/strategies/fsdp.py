@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.scatter import CompressedScatter
@@ -25,6 +26,7 @@ from torsh_trainer.strategies.base import (
 )
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
+from torsh_trainer.strategies.rehearsal import refuse_unsharded
 from torsh_trainer.strategies.trained import Change
 from torsh_trainer.strategies.units import CommonOrder, WholePass, units_of
 from torsh_trainer.task import Task
@@ -241,6 +243,7 @@ class FSDPEngine(NativeEngine):
             module=model,
             eval_module=model,
             averaging_ranks=comm.world.size,
+            wrap_optimizer=self._checked,
             compression=scatter,
         )
         self._knobs = knobs
@@ -255,6 +258,10 @@ class FSDPEngine(NativeEngine):
         for module in model.modules() if scatter is not None else ():
             if hasattr(module, "set_custom_reduce_scatter"):
                 cast(Any, module).set_custom_reduce_scatter(scatter)
+
+    def _checked(self, optimizer: Optimizer) -> Optimizer:
+        refuse_unsharded(optimizer, self.comm)
+        return optimizer
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
