@@ -10,6 +10,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.scatter import CompressedScatter
@@ -27,6 +28,7 @@ from torsh_trainer.strategies.base import (
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
 from torsh_trainer.strategies.outputs import hook_hidden_outputs
+from torsh_trainer.strategies.rehearsal import refuse_unsharded
 from torsh_trainer.strategies.trained import Change
 from torsh_trainer.strategies.units import CommonOrder, WholePass, units_of
 from torsh_trainer.task import Task
@@ -254,6 +256,7 @@ class FSDPEngine(NativeEngine):
             module=model,
             eval_module=model,
             averaging_ranks=comm.world.size,
+            wrap_optimizer=self._checked,
             compression=scatter,
         )
         self._knobs = knobs
@@ -272,6 +275,10 @@ class FSDPEngine(NativeEngine):
             hook_hidden_outputs(root)
             # Whoever comes first would be the root: a unit that a hook calls before any step.
             root._get_fsdp_state()._lazy_init()
+
+    def _checked(self, optimizer: Optimizer) -> Optimizer:
+        refuse_unsharded(optimizer, self.comm)
+        return optimizer
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task

@@ -49,6 +49,14 @@ def _densify(value: Any) -> Any:
     return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
 
 
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What a copy of an optimizer takes over: not the ``step`` that a scheduler has put on it.
+
+    That one counts steps, and steps the optimizer that it was made for.
+    """
+    return {name: value for name, value in vars(optimizer).items() if name != "step"}
+
+
 def load_optimizers(
     optimizers: Mapping[str, Optimizer], state: Mapping[str, Any], names: Mapping[int, str]
 ) -> None:

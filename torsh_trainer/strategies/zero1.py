@@ -18,14 +18,18 @@ from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.reducer import like
+from torsh_trainer.strategies.rehearsal import refuse_joint
+from torsh_trainer.strategies.state import own_attributes
 
 Wrap = Callable[[Optimizer], Optimizer]
 
 
 def sharded(comm: Communicator) -> Wrap:
-    """What makes torch's ZeroRedundancyOptimizer of an optimizer."""
+    """What makes torch's ZeroRedundancyOptimizer of an optimizer that may be cut."""
 
     def wrap(optimizer: Optimizer) -> Optimizer:
+        if comm.world.size > 1:
+            refuse_joint(optimizer)
         # Imported here: it pulls in torch.distributed.optim, which no other run needs.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -93,9 +97,14 @@ class CommonParameters:
             parameter.data = view.clone()
 
     def wrap(self, comm: Communicator) -> Wrap:
-        """What makes an optimizer of which each member steps its share."""
+        """What makes an optimizer of which each member steps its share, where it may be cut."""
         mine = _share(list(self._views), rank=comm.world.rank, members=comm.world.size)
-        return lambda optimizer: StepOfAll(optimizer, mine, comm)
+
+        def wrap(optimizer: Optimizer) -> Optimizer:
+            refuse_joint(optimizer)
+            return StepOfAll(optimizer, mine, comm)
+
+        return wrap
 
     def _place(self) -> None:
         for parameter, view in self._views.items():
@@ -136,19 +145,13 @@ def _part(optimizer: Optimizer, mine: Collection[nn.Parameter]) -> Optimizer:
     part: Optimizer = object.__new__(type(optimizer))
     vars(part).update(own_attributes(optimizer))
     part.state = defaultdict(dict)
+    for p in own & set(optimizer.state):  # what the constructor has put there
+        part.state[p] = optimizer.state[p]
     part.param_groups = [
         {**_settings(group), "params": [p for p in group["params"] if p in own]}
         for group in optimizer.param_groups
     ]
     return part
-
-
-def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What a copy of an optimizer takes over: not the ``step`` that a scheduler has put on it.
-
-    That one counts steps, and steps the optimizer that it was made for.
-    """
-    return {name: value for name, value in vars(optimizer).items() if name != "step"}
 
 
 def _share(parameters: Sequence[nn.Parameter], *, rank: int, members: int) -> set[nn.Parameter]:

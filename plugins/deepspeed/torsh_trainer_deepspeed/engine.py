@@ -15,9 +15,8 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.base import Clip, Job, LossReport, MicroBatch, StepOutcome
 from torsh_trainer.strategies.native import NativeEngine
-from torsh_trainer.strategies.state import load_optimizers
+from torsh_trainer.strategies.state import load_optimizers, own_attributes
 from torsh_trainer.strategies.trained import SINCE_FREED, SINCE_FROZEN, Change
-from torsh_trainer.strategies.zero1 import own_attributes
 from torsh_trainer.task import Task
 from torsh_trainer_deepspeed.files import Files, SwapFolder, put
 from torsh_trainer_deepspeed.library import Replacement

@@ -223,6 +223,8 @@ class DeepSpeed(Strategy):
         check_optimizer(config, optimizer)
         kind = type(optimizer).__name__
         own = self._own(optimizer, plan)
+        if plan.stage:
+            self._check_stepped(model, optimizer)
         if plan.stage and kind not in ELEMENTWISE and own is None:
             raise self.refuse(
                 f"the optimizer {kind} from stage 1 on, which updates cut and flattened parameters",
@@ -230,6 +232,22 @@ class DeepSpeed(Strategy):
             )
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizers
+
+    def _check_stepped(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """From stage 1 on DeepSpeed has the gradients of what the optimizer has, and no others.
+
+        Raises:
+            Unsupported: a parameter trains that the optimizer does not have.
+        """
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        left = [name for name, p in trained.items() if p not in stepped]
+        if left:
+            raise self.refuse(
+                f"{len(left)} trainable parameters that the optimizer does not have, {left[0]!r} "
+                "among them: from stage 1 on their gradients are left out of the norm that clips",
+                use="freeze them (trainer.frozen), or use strategy.stage=0 or strategy=ddp",
+            )
 
     def _inner(self, optimizer: Optimizer, plan: Told, comm: Communicator) -> Optimizer:
         """What DeepSpeed steps: a twin of the recipe's, or its own with the same settings."""

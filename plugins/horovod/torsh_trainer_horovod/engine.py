@@ -18,8 +18,8 @@ from torsh_trainer.strategies.base import Clip, Engine, Job, LossReport, MicroBa
 from torsh_trainer.strategies.builtin import BuiltIn, BuiltInEngine
 from torsh_trainer.strategies.compressing import reducer_for
 from torsh_trainer.strategies.native import NativeEngine
+from torsh_trainer.strategies.state import own_attributes
 from torsh_trainer.strategies.trained import Change, refused
-from torsh_trainer.strategies.zero1 import own_attributes
 from torsh_trainer.task import Task
 from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.wire import HorovodWire
