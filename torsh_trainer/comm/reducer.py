@@ -3,6 +3,11 @@
 A gradient is copied into a flat bucket as soon as backward has made it, and a bucket is reduced as
 soon as it is full. Buckets begin in reverse order of definition, and are always reduced in that
 order: all ranks agree on it without a word, and a run that resumes sums as the one before it did.
+
+A backward may add to one parameter several times (a layer that is used twice, once of them within
+``torch.utils.checkpoint`` with ``use_reentrant=True``, is added to by a backward within the
+backward). So a parameter's bucket waits for the end of the backward in which its gradient comes
+for the first time, and always if it came more than once.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator, Work
+from torsh_trainer.errors import Unsupported
 
 Reduce = Callable[[int, Tensor], "Work | None"]
 """(number of the bucket, its flat tensor) -> the sum over ranks in that tensor, under way."""
@@ -71,9 +77,14 @@ class BucketReducer:
         self._known_nowhere: set[nn.Parameter] | None = None
         self._queued = False
         self._next = 0  # the first bucket that has not been sent
+        self._waits = set(self.parameters)  # not known to be added to once in a backward
+        self._repeated: set[nn.Parameter] = set()  # those of them that are known not to be
+        self._added: dict[nn.Parameter, int] = {}  # how often, in this backward
         groups = cut(reversed(self.parameters), cap_bytes=int(bucket_cap_mb * 2**20))
         kinds = [group[0].dtype if dtype is None else dtype(group[0].dtype) for group in groups]
-        self.buckets = [Bucket(g, kind, comm) for g, kind in zip(groups, kinds, strict=True)]
+        self.buckets = [
+            Bucket(g, kind, comm, lends=as_views) for g, kind in zip(groups, kinds, strict=True)
+        ]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         hook = self._hook(overlap=overlap, finishes=finishes)
         self._hooks: list[Any] = []
@@ -107,7 +118,9 @@ class BucketReducer:
                 if parameter.grad is None:
                     self.unused.append(parameter)
                 bucket.take(parameter, self.factor)
+                bucket.missing.discard(parameter)
             self._send()
+        self._learn()
         nowhere = self._nowhere() if self._find_unused else set()
         for bucket in self.buckets:
             bucket.give_back(nowhere, as_views=self._as_views)
@@ -131,13 +144,27 @@ class BucketReducer:
 
     def _take(self, parameter: nn.Parameter) -> None:
         """The hook of a parameter whose gradient is there."""
-        if self.syncs:
-            bucket = self._bucket_of[parameter]
-            bucket.take(parameter, self.factor)
-            if self._as_views:
-                bucket.give(parameter)
-            if not bucket.missing:
-                self._send()
+        if not self.syncs:
+            return
+        bucket = self._bucket_of[parameter]
+        if parameter not in bucket.missing:
+            raise _comes_late(parameter)
+        bucket.take(parameter, self.factor)
+        bucket.lend(parameter)
+        if parameter in self._waits:
+            self._added[parameter] = self._added.get(parameter, 0) + 1
+            return
+        bucket.missing.discard(parameter)
+        if not bucket.missing:
+            self._send()
+
+    def _learn(self) -> None:
+        """Has those wait no longer whose gradient came once in this backward."""
+        if self._added:
+            repeated = {p for p, times in self._added.items() if times > 1}
+            self._repeated |= repeated
+            self._waits -= self._added.keys() - self._repeated
+            self._added = {}
 
     def _take_and_queue(self, parameter: nn.Parameter) -> None:
         self._queue(parameter)
@@ -155,6 +182,8 @@ class BucketReducer:
         buckets = self.buckets
         while self._next < len(buckets) and not buckets[self._next].missing:
             bucket = buckets[self._next]
+            if bucket.lends and self.factor != 1.0:
+                bucket.flat.mul_(self.factor)
             bucket.work = self.reduce(self._next, bucket.flat)
             self._next += 1
 
@@ -181,13 +210,20 @@ class BucketReducer:
 class Bucket:
     """Gradients that travel together, in one flat tensor of the dtype in which they are summed.
 
-    Where that is the parameters' own dtype, gradients may be views of it once they are reduced.
+    Where that is the parameters' own dtype, gradients may be views of it (``lends``): what backward
+    adds to them later is in the bucket then, and all of it is scaled once nothing more comes.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, comm: Communicator
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype,
+        comm: Communicator,
+        *,
+        lends: bool = False,
     ) -> None:
         self.parameters = tuple(parameters)
+        self.lends = lends and dtype == parameters[0].dtype
         count = sum(p.numel() for p in parameters)
         self.flat = comm.zeros(count, dtype).to(parameters[0].device)
         self.work: Work | None = None
@@ -200,25 +236,23 @@ class Bucket:
         self.missing = set(self.parameters)
 
     def take(self, parameter: nn.Parameter, factor: float) -> None:
-        """Copies a gradient, times ``factor``; zeros where there is none."""
+        """Copies a gradient, times ``factor`` unless it is lent; zeros where there is none."""
         view, gradient = self._views[parameter], parameter.grad
         if gradient is None:
             view.zero_()
-        elif factor == 1.0:
+        elif factor == 1.0 or self.lends:
             view.copy_(gradient)
         else:
             torch.mul(gradient, factor, out=view)
-        self.missing.discard(parameter)
 
-    def give(self, parameter: nn.Parameter) -> None:
+    def lend(self, parameter: nn.Parameter) -> None:
         """Makes the gradient a view, where it can be one, before the sum is there.
 
         What backward made is free then, and its next gradient gets that memory while it is still in
         the processor's cache.
         """
-        view = self._views[parameter]
-        if view.dtype == parameter.dtype:
-            parameter.grad = view
+        if self.lends:
+            parameter.grad = self._views[parameter]
 
     def give_back(self, without: set[nn.Parameter], *, as_views: bool = True) -> None:
         """Waits for the sum, and hands it to the parameters, as views or as copies."""
@@ -235,6 +269,16 @@ class Bucket:
             else:
                 parameter.grad = view.to(parameter.dtype, copy=True)
         self.missing.update(self.parameters)
+
+
+def _comes_late(parameter: nn.Parameter) -> Unsupported:
+    return Unsupported(
+        f"backward has added again to the gradient of a parameter of shape "
+        f"{tuple(parameter.shape)}, which was already on its way to the other processes; until now "
+        "it had added to it once (a layer that is used several times under "
+        "torch.utils.checkpoint with use_reentrant=True, in some steps)",
+        fix="give that checkpoint use_reentrant=False, or set strategy.overlap=false",
+    )
 
 
 def cut(parameters: Iterable[nn.Parameter], *, cap_bytes: int) -> list[list[nn.Parameter]]:

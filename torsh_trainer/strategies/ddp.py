@@ -30,6 +30,7 @@ from torsh_trainer.strategies.base import (
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
 from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused, summed_in
+from torsh_trainer.strategies.repeated import Repeats
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
 from torsh_trainer.strategies.trained import Change, check_cut, refused
@@ -156,6 +157,9 @@ class DDPEngine(NativeEngine):
             broadcast_buffers=knobs.broadcast_buffers,
         )
         self._reduce_dtype = DTYPES[job.precision.reduce]
+        wraps = self._ddp is not None
+        # With a static graph torch counts for itself, and waits for the last.
+        self._repeats = Repeats(self._parameters if wraps and not knobs.static_graph else ())
         if self._ddp is not None:
             self._ddp.register_forward_pre_hook(self._note_forward)
         if reducer is not None and self._ddp is not None:
@@ -171,8 +175,7 @@ class DDPEngine(NativeEngine):
     ) -> LossReport:
         try:
             report = super().forward_backward(micro_batches, total_weight, task)
-            if self._ddp is not None:
-                self._ddp._check_reducer_finalized()
+            self._check_backward()
         except RuntimeError as error:
             raise self._left_over(error) or error from error
         if not self._checked:
@@ -193,20 +196,40 @@ class DDPEngine(NativeEngine):
                 "strategy.op=sum under manual optimization, where a gradient is averaged",
                 use="set strategy.op=average, and multiply the loss",
             )
-        super().backward(loss, sync=sync, run=run)
-        if not sync:
-            return
-        if self._ddp is not None:
-            try:
-                self._ddp._check_reducer_finalized()
-            except RuntimeError as error:
-                raise self._left_over(error) or error from error
+        try:
+            super().backward(loss, sync=sync, run=run)
+            if not sync:
+                return
+            self._check_backward()
+        except RuntimeError as error:
+            raise self._left_over(error) or error from error
         if not self._checked:
             self._check_unused()
         if self._ddp is None:
             self._reduce_now()
         if self._knobs.zero_unused:
             self._zero_unused()
+
+    def _check_backward(self) -> None:
+        """Makes sure that every gradient is averaged, and nothing but averaged.
+
+        Raises:
+            Unsupported: a parameter was added to again, after its gradient was on its way.
+        """
+        if self._ddp is not None:
+            self._refuse_repeats()
+            self._ddp._check_reducer_finalized()
+
+    def _refuse_repeats(self) -> None:
+        repeated = self._repeats.end()
+        if repeated:
+            raise self._knobs.refuse(
+                f"a backward that adds several times to one parameter, as "
+                f"{self._names[id(repeated[0])]!r} here: a layer that is used several times under "
+                "torch.utils.checkpoint with use_reentrant=True, whose gradient is averaged after "
+                "the first",
+                use="give that checkpoint use_reentrant=False, or set strategy.overlap=false",
+            )
 
     @contextlib.contextmanager
     def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
@@ -243,6 +266,7 @@ class DDPEngine(NativeEngine):
             if settled or self._within_forward or not self._ready:
                 self._arm(self._ddp, loss)  # its forward has readied other buckets, or none
             self._ready = False
+            self._repeats.begin()
         return settled
 
     def _follow(self, change: Change) -> None:
@@ -263,10 +287,13 @@ class DDPEngine(NativeEngine):
             )
         if not buckets.lay_out_anew(self._ddp):
             raise refused(self._knobs, change, use="set strategy.overlap=false")
+        self._repeats.watch(change.freed.values())
         self._order = None
 
     def _left_over(self, error: RuntimeError) -> ConfigError | None:
-        """What torch means by an error about the backward before this one, if it is that."""
+        """What torch means by an error about this backward or the one before, if it is that."""
+        if "mark a variable ready only once" in str(error):
+            self._refuse_repeats()
         return self._unused_error() if "finished reduction" in str(error) else None
 
     @contextlib.contextmanager
@@ -278,6 +305,10 @@ class DDPEngine(NativeEngine):
         else:
             with self._ddp.no_sync():
                 yield
+
+    def close(self) -> None:
+        self._repeats.close()
+        super().close()
 
     # -- state -----------------------------------------------------------------------------------
 
