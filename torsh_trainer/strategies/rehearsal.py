@@ -33,10 +33,9 @@ _APART = (
 _BY_ELEMENT = tuple(
     kind
     for kind in _APART
-    if kind
-    not in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.Rprop, torch.optim.SparseAdam)
+    if kind not in (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.SparseAdam)
 )
-"""Known to step every element by itself, over shards too."""
+"""Known to do to shards what they do to whole parameters: Muon to the precision of its bf16."""
 _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 
 _SCALES = (1e-3, 1.0, 1e3, 0.1, 10.0, 1.0, 1e-2, 1.0)

@@ -468,7 +468,7 @@ def refused(world, port, folder, engine, module, flags) -> str:
 @pytest.mark.parametrize(
     ("engine", "module", "flags", "words"),
     [
-        ("fsdp", Net(kind="LBFGS"), {}, "LBFGS is given one"),
+        ("fsdp", Net(kind="LBFGS"), {}, "optimizer LBFGS cannot step parameters"),
         ("fsdp", ByHand(own=True), {}, "the parameter 'scale' of a module that steps"),
         ("deepspeed, stage 2", ByHand(), {}, "2 optimizers"),
         (
