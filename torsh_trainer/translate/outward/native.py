@@ -225,6 +225,7 @@ _OF_THE_RUN = (
     "eval_every_epochs",
     "eval_batches",
     "seed",
+    "randomness",
     "deterministic",
     "device",
     "pretrained",
