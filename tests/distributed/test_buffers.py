@@ -123,7 +123,7 @@ def train(
     return Found(losses, buffers, changing)
 
 
-def expected(task: Averages) -> Found:
+def train_plainly(task: Averages) -> Found:
     """A loop of plain PyTorch over the same micro-batches, in their order."""
     model = task.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -158,12 +158,12 @@ def name_of(strategy: Strategy) -> str:
 @pytest.mark.parametrize("size", [2, 4])
 def test_running_statistics_are_those_of_one_process(size, strategy, looks_at):
     for found in shared(size).run(train, strategy, Averages(), looks_at):
-        assert_alike(found, expected(Averages()))
+        assert_alike(found, train_plainly(Averages()))
 
 
 def test_a_filler_leaves_no_trace_on_one_process_either():
     (found,) = shared(1).run(train, Single(), Averages())
-    assert_alike(found, expected(Averages()))
+    assert_alike(found, train_plainly(Averages()))
 
 
 def assert_alike(found: Found, right: Found) -> None:
@@ -236,4 +236,4 @@ def test_a_recomputed_forward_leaves_no_trace_and_reads_what_the_first_one_read(
     task = Averages(Stateful)
     options = {"activation_checkpointing": True}
     (found,) = shared(1).run(train, Single(), task, (), options)
-    assert_alike(found, expected(task))
+    assert_alike(found, train_plainly(task))

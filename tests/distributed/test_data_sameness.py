@@ -57,7 +57,7 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def trained(
+def train(
     world: World, folder: Path, make: Callable[[World], DataSource], knobs: dict[str, Any]
 ) -> str:
     """What one rank says of a run of two steps over data that it has made itself."""
@@ -83,7 +83,7 @@ def outcome(
     ranks: RankPool, folder: Path, make: Callable[[World], DataSource], **knobs: Any
 ) -> str:
     """What all ranks say; they have to agree."""
-    first, second = ranks.run(trained, folder / "run", make, knobs)
+    first, second = ranks.run(train, folder / "run", make, knobs)
     assert first == second
     return first
 

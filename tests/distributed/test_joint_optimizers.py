@@ -97,7 +97,7 @@ def _centre(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             p.sub_(0.5 * mean)
 
 
-def hooked(params: Any, lr: float = 0.1) -> SGD:
+def make_hooked(params: Any, lr: float = 0.1) -> SGD:
     optimizer = SGD(params, lr=lr)
     optimizer.register_step_post_hook(_centre)
     return optimizer
@@ -148,7 +148,7 @@ def drawn(comm: Any, strategy: Strategy, scenario: Scenario) -> tuple[Any, list[
     return torch.get_rng_state(), [getattr(o, "steps", 0) for o in held], local
 
 
-def told(comm: Any, strategy: Strategy, scenario: Scenario) -> str:
+def refuse(comm: Any, strategy: Strategy, scenario: Scenario) -> str:
     with pytest.raises(Unsupported) as caught:
         cases.Driver(comm, strategy, scenario)
     return str(caught.value)
@@ -158,11 +158,11 @@ CUT = [DDP(zero1=True), Gloo(zero1=True)]
 
 
 @pytest.mark.parametrize("strategy", CUT, ids=lambda s: s.name)
-@pytest.mark.parametrize("make", [Distance, Bounded, hooked, closed_over])
+@pytest.mark.parametrize("make", [Distance, Bounded, make_hooked, closed_over])
 def test_zero1_refuses_an_optimizer_that_looks_across_parameters(
     strategy: Strategy, make: Any
 ) -> None:
-    for sentence in shared(2).run(told, strategy, OwnScenario(make=make)):
+    for sentence in shared(2).run(refuse, strategy, OwnScenario(make=make)):
         assert "strategy.zero1=true" in sentence
         assert "depends on others" in sentence
         assert "strategy=ddp" in sentence
@@ -177,10 +177,10 @@ def test_zero1_takes_an_optimizer_of_a_users_own_that_steps_one_by_one(
 
 
 @pytest.mark.parametrize(
-    "make", [Distance, Bounded, hooked, closed_over, Trusting, Adafactor, Rprop]
+    "make", [Distance, Bounded, make_hooked, closed_over, Trusting, Adafactor, Rprop]
 )
 def test_fsdp_refuses_an_optimizer_that_does_not_know_shards(make: Any) -> None:
-    for sentence in shared(2).run(told, FSDP(), OwnScenario(make=make)):
+    for sentence in shared(2).run(refuse, FSDP(), OwnScenario(make=make)):
         assert "cannot step parameters that are sharded" in sentence
         assert "strategy=ddp" in sentence
 
@@ -189,7 +189,7 @@ def test_fsdp_takes_an_optimizer_of_a_users_own_that_steps_by_element() -> None:
     check_plain(FSDP(), Signed)
 
 
-@pytest.mark.parametrize("make", [Distance, Bounded, hooked, closed_over, Trusting])
+@pytest.mark.parametrize("make", [Distance, Bounded, make_hooked, closed_over, Trusting])
 def test_ddp_trains_what_is_refused_elsewhere(make: Any) -> None:
     check_plain(DDP(), make)
 

@@ -49,7 +49,7 @@ def ranks() -> Iterator[RankPool]:
         yield pool
 
 
-def said(world: World, folder: Path, strategy: str) -> str:
+def fit_in(world: World, folder: Path, strategy: str) -> str:
     trainer = Trainer(
         task=Edge(),
         strategy=strategy,
@@ -68,7 +68,7 @@ def said(world: World, folder: Path, strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "gloo"])
 def test_all_ranks_name_the_parameter_and_nothing_is_saved(ranks, tmp_path, strategy) -> None:
-    first, second = ranks.run(said, tmp_path / "run", strategy)
+    first, second = ranks.run(fit_in, tmp_path / "run", strategy)
     assert first == second
     assert "the weights are not finite after step 2, first weight" in first
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -32,7 +32,7 @@ class HeadScenario(Scenario):
         return HeadTask(self.model)
 
 
-def told(comm: Any, strategy: DeepSpeed, scenario: Scenario) -> str:
+def refuse(comm: Any, strategy: DeepSpeed, scenario: Scenario) -> str:
     with pytest.raises(Unsupported) as caught:
         cases.train(comm, strategy, scenario)
     return str(caught.value)
@@ -42,6 +42,6 @@ def told(comm: Any, strategy: DeepSpeed, scenario: Scenario) -> str:
 def test_parameters_that_no_optimizer_has_are_refused_by_name_before_the_first_step(
     stage: int,
 ) -> None:
-    for sentence in shared(2).run(told, DeepSpeed(stage=stage), HeadScenario()):
+    for sentence in shared(2).run(refuse, DeepSpeed(stage=stage), HeadScenario()):
         assert "embedding.weight" in sentence
         assert "strategy.stage=0" in sentence
