@@ -20,7 +20,8 @@ test: lint docs  ## lint, types, import rules, strict docs, then the tests
 	$(PY) -m pytest -n $(JOBS) --dist worksteal
 
 test-all: test  ## the tests, then 10,000 random combinations beside plain PyTorch (about an hour)
-	OMP_NUM_THREADS=1 $(PY) -m torsh_trainer.testing.fuzzing --combinations 10000
+	OMP_NUM_THREADS=1 $(PY) -m torsh_trainer.testing.fuzzing --combinations 10000 \
+		--record tests/distributed/fuzzed.json
 
 lint: $(VENV)/.installed-dev  ## ruff, mypy, import-linter
 	$(PY) -m ruff check .

@@ -9,6 +9,7 @@ import pytest
 
 from torsh_trainer.testing.fuzzing.drawing import draw
 from torsh_trainer.testing.fuzzing.plain import train_plainly
+from torsh_trainer.testing.fuzzing.record import read_record, write_range
 from torsh_trainer.testing.fuzzing.trial import Fuzzer
 
 DRAWN = 40
@@ -50,3 +51,19 @@ def test_it_sees_a_result_that_is_wrong(fuzzer, other):
 def test_a_combination_is_a_function_of_its_number():
     assert [draw(n) for n in range(50)] == [draw(n) for n in range(50)]
     assert len({str(draw(n)) for n in range(50)}) == 50
+
+
+def test_ranges_add_up_and_one_tried_again_replaces_its_own(tmp_path):
+    file = tmp_path / "fuzzed.json"
+    assert read_record(file) is None
+    write_range(
+        file, 0, 10, {"agrees": 7, "DIFFERS": 3}, ["DIFFERS: a", "DIFFERS: b", "DIFFERS: c"]
+    )
+    write_range(file, 10, 5, {"agrees": 5}, [])
+    write_range(file, 0, 10, {"agrees": 9, "DIFFERS": 1}, ["DIFFERS: a"])
+    record = read_record(file)
+    assert record is not None
+    assert record.verdicts == {"agrees": 14, "DIFFERS": 1}
+    assert (record.combinations, record.wrong) == (15, ["DIFFERS: a"])
+    with pytest.raises(ValueError, match="figures from 10 on"):
+        write_range(file, 12, 4, {"agrees": 4}, [])

@@ -36,10 +36,16 @@ PIECES = (
     "prelu",
     "twice",
     "extra_state",
+    "clamped",
+    "watched",
+    "slopes",
 )
 """Blocks of a model, by what is odd about them: see ``models``."""
 
-RARE = ("complex", "hook", "experts", "double", "scalar", "reads", "empty")
+RARE = (
+    *("complex", "hook", "experts", "double", "scalar", "reads", "empty"),
+    *("clamped", "watched", "slopes"),
+)
 """Those that an engine may refuse: drawn less often, so that most combinations train."""
 
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
@@ -142,7 +148,8 @@ def draw(
         pieces=pieces,
         width=dice.choice((3, 4, 5, 8)),
         # In fp32 Adam and its like divide by gradients that may be nothing but rounding.
-        double=dice.random() < 0.4 or not optimizer.startswith("SGD"),
+        # A norm over two samples makes much of rounding, too.
+        double=dice.random() < 0.4 or not optimizer.startswith("SGD") or "batch_norm" in pieces,
         loss=loss,
         weighted_sampling=dice.random() < 0.15,
         optimizer=optimizer,

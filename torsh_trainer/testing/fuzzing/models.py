@@ -293,6 +293,37 @@ class ExtraState(Block):
         return torch.tanh(self.linear(x) + self.shift)
 
 
+class Clamped(Block):
+    """A hook on a parameter that is not linear: it sees how gradients are scaled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.linear.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+class Watched(Block):
+    """A hook on an activation that is not linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return hidden
+
+
+class Slopes(Block):
+    """A gradient is part of what it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        trains = torch.is_grad_enabled()
+        with torch.enable_grad():
+            given = x if x.requires_grad else x.detach().requires_grad_()
+            hidden = super().forward(given)
+            (slope,) = torch.autograd.grad(hidden.sum(), given, create_graph=True)
+        outputs = hidden + slope
+        return outputs if trains else outputs.detach()
+
+
 BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "linear": Block,
     "residual": Residual,
@@ -319,6 +350,9 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "prelu": PReLU,
     "twice": Residual,
     "extra_state": ExtraState,
+    "clamped": Clamped,
+    "watched": Watched,
+    "slopes": Slopes,
 }
 
 

@@ -69,6 +69,21 @@ gradient norms, parameters, optimizer state.
 MORE_RESUME = """\
 Every test of resumption:
 """
+FUZZED = """\
+## Random combinations
+
+The fuzzer (`python -m torsh_trainer.testing.fuzzing`) draws a task, data, an optimizer, clipping,
+an average of weights, engines with their knobs, and stops and resumes between them; each is held
+against plain PyTorch. The last run, with torch {torch}:
+"""
+MEANINGS = {
+    "agrees": "losses, gradient norms, parameters and metrics within rounding",
+    "refused": "one sentence before the first step",
+    "told": "differs, and the run names the buffers that its forwards change",
+    "plain fails": "plain PyTorch does not train it either",
+    "DIFFERS": "wrong without a word",
+    "CRASHES": "ends in an error that is no sentence of ours",
+}
 OTHERS = {
     "CommunicatorContract": (
         "Communicators",
@@ -110,6 +125,7 @@ def page_of(matrix: Matrix) -> str:
         *(_moves(moves) for moves in matrix.moves),
         MORE_RESUME,
         _table(_trial_rows(matrix.resumption)),
+        *_fuzzed(matrix),
         *_others(matrix),
         TEETH,
         _table(_trial_rows(matrix.controls)),
@@ -195,6 +211,21 @@ def _moves(moves: Moves) -> str:
         ["test", f"`{moves.file}`"],
     ]
     return _table([["", ""], *rows])
+
+
+def _fuzzed(matrix: Matrix) -> Iterator[str]:
+    record = matrix.fuzzed
+    if record is None:
+        return
+    yield FUZZED.format(torch=record.torch)
+    rows = [
+        [name, str(record.verdicts.get(name, 0)), meaning] for name, meaning in MEANINGS.items()
+    ]
+    yield _table(
+        [["verdict", "combinations", "which means"], *rows, ["all", str(record.combinations), ""]]
+    )
+    if record.wrong:
+        yield "\n".join(["Those that are wrong:", "", *(f"- `{line}`" for line in record.wrong)])
 
 
 def _others(matrix: Matrix) -> Iterator[str]:

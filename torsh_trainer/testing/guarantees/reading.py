@@ -23,12 +23,15 @@ from torsh_trainer.testing import reference, strategy
 from torsh_trainer.testing.communicator import CommunicatorContract
 from torsh_trainer.testing.compare import Tolerance
 from torsh_trainer.testing.environment import EnvironmentContract
+from torsh_trainer.testing.fuzzing.record import Record, read_record
 from torsh_trainer.testing.launcher import LauncherContract
 from torsh_trainer.testing.strategy import StrategyContract
 
 FOLDERS = ("tests", "plugins/*/tests")
 RANKS = ("distributed", "tests")
 """Folders of tests on real ranks: ours, and a plugin's."""
+FUZZED = "tests/distributed/fuzzed.json"
+"""Figures of the last random combinations."""
 CONTRACTS = (StrategyContract, CommunicatorContract, LauncherContract, EnvironmentContract)
 ARITHMETICS: Mapping[str, reference.Scenario] = {
     "fp32, SGD": reference.Scenario(),
@@ -124,6 +127,7 @@ class Matrix:
     moves: tuple[Moves, ...]
     resumption: tuple[Trial, ...]
     controls: tuple[Trial, ...]
+    fuzzed: Record | None
 
 
 def sentence_of(name: str) -> str:
@@ -162,6 +166,7 @@ def read(root: Path) -> Matrix:
         moves=tuple(moves),
         resumption=tuple(resumption),
         controls=tuple(controls),
+        fuzzed=read_record(root / FUZZED),
     )
 
 
