@@ -29,9 +29,10 @@ class Record:
 def write_range(
     file: Path, first: int, combinations: int, verdicts: Mapping[str, int], wrong: Sequence[str]
 ) -> None:
-    """Adds the figures of ``combinations`` numbers from ``first`` on; a range tried again replaces its own.
+    """Adds the figures of a range of numbers; one tried again replaces its own.
 
-    Raises ValueError where it overlaps another one, which would count numbers twice.
+    Raises:
+        ValueError: it overlaps another range: numbers would count twice.
     """
     kept: dict[str, Any] = _read(file) if file.is_file() else {"ranges": []}
     ranges = [
