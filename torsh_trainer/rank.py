@@ -127,9 +127,9 @@ class Rank:
     def engine(self) -> Engine:
         engine = self.strategy.prepare(self.job, self.comm)
         if self.trains and engine.randomness != self.job.randomness:
-            cause = (
-                "trainer.compile=true" if self.trainer.compile else f"strategy={self.strategy.name}"
-            )
+            cause = f"strategy={self.strategy.name}"
+            if self.trainer.compile:
+                cause = f"trainer.compile=true with {dict(self.trainer.compile_options)}"
             log.warning(
                 "trainer.randomness=%s: %s draws %s, so a dropout draws other units on other "
                 "numbers of processes",

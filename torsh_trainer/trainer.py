@@ -111,7 +111,7 @@ class Trainer:
     seed: int = 0
     phantom_lr: float | None = None
     phantom_state: bool = True
-    randomness: Randomness = "by_micro_batch"
+    randomness: Randomness = "by_sample"
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     on_nonfinite: Literal["stop", "skip", "continue"] = "stop"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut
@@ -215,6 +216,40 @@ def test_a_forward_that_is_run_again_draws_the_same(size, strategy, kind):
     options = {"activation_checkpointing": True}
     for found in shared(size).run(train, strategy, Draws(kind), BATCH // size, options):
         assert_alike(found, right)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "run again"])
+@pytest.mark.parametrize(
+    ("size", "strategy", "micro"), [(1, Single(), 3), (2, DDP(), 6), (2, FSDP(), 6)]
+)
+def test_what_torch_compiles_draws_as_eager(size, strategy, micro, again):
+    (right,) = shared(1).run(train, Single(), Draws(), BATCH)
+    options = {"compile": {"backend": "aot_eager"}, "activation_checkpointing": again}
+    for found in shared(size).run(train, strategy, Draws(), micro, options):
+        assert_alike(found, right)
+
+
+def test_what_inductor_generates_draws_as_eager():
+    (right,) = shared(1).run(train, Single(), Draws("drop path"), BATCH, {}, None, 1)
+    options = {"compile": {"dynamic": False}}
+    for found in shared(2).run(train, DDP(), Draws("drop path"), 6, options, None, 1):
+        assert_alike(found, right)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"mode": "reduce-overhead"},
+        {"options": {"triton.cudagraphs": True}},
+        {"options": {"fallback_random": False}},
+        {"backend": "cudagraphs"},
+    ],
+)
+def test_compiled_code_that_repeats_numbers_or_makes_its_own_draws_by_micro_batch(knobs):
+    plan = BatchPlan(BATCH, BATCH, 1, 1)
+    task = Draws()
+    job = Job(task, task.build_model, plan, compile=knobs, randomness="by_sample")
+    assert Single().prepare(job, LocalCommunicator()).randomness == "by_micro_batch"
 
 
 def test_a_run_that_goes_on_in_another_cut_draws_the_same():

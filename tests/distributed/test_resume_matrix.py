@@ -232,6 +232,7 @@ def trainer(strategy: Strategy, optimizer: str, options: CheckpointOptions) -> T
         checkpoint=options,
         max_steps=STEPS,
         seed=SEED,
+        randomness="by_micro_batch",  # as the loop of plain PyTorch draws
         log_every=1,
         eval_every_epochs=None,
         deterministic=True,

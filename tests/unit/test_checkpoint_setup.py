@@ -272,6 +272,17 @@ def test_another_cut_of_the_same_batch_goes_on_and_says_what_becomes_inexact(
     assert "numbers are rounded otherwise: precision was fp32 and is bf16-mixed" in caplog.text
 
 
+def test_a_run_that_goes_on_with_random_numbers_of_the_other_way_is_told(
+    resuming: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="torsh_trainer"):
+        resuming(randomness="by_micro_batch").fit()
+    assert (
+        "a dropout draws other units: trainer.randomness was by_sample and is by_micro_batch"
+        in caplog.text
+    )
+
+
 BF16 = Precision(compute="bf16")
 
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from torsh_trainer.data.batch import MicroBatch, Samples
+from torsh_trainer.data.batch import MicroBatch, Place, Samples
 from torsh_trainer.data.draws import forward_generators
 from torsh_trainer.data.sampler import ForwardKeys
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.randomness.kernels import install, set_current
-from torsh_trainer.randomness.layout import layout_of
-from torsh_trainer.randomness.words import counters_of, keys_of
+from torsh_trainer.randomness import kernels
+from torsh_trainer.randomness.kernels import install
+from torsh_trainer.randomness.layout import Layout, layout_of
+from torsh_trainer.randomness.words import keys_of, places_of
 
 log = logging.getLogger(__name__)
 
 Randomness = Literal["by_sample", "by_micro_batch"]
 _AT_ONCE = 64
+_KEPT = 256  # tables and layouts, of as many different shapes
 _HOST = 1 << 32  # the first draw on a host beside an accelerator
 
 
@@ -37,10 +40,7 @@ def check_randomness(randomness: str) -> None:
 
 
 def draws_of(randomness: Randomness, model: nn.Module, device: torch.device) -> ForwardDraws:
-    """How the training forwards of ``model`` draw on ``device``.
-
-    What torch.compile generates has a generator of its own: it draws by micro-batch.
-    """
+    """How the training forwards of ``model`` draw on ``device``."""
     return ForwardDraws(device) if randomness == "by_micro_batch" else SampleDraws(model, device)
 
 
@@ -50,7 +50,7 @@ class ForwardDraws:
     def __init__(self, device: torch.device) -> None:
         self._generators = forward_generators(device)
 
-    def of(self, micro: MicroBatch) -> ForwardDraws:
+    def of(self, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """The forward of ``micro`` is next."""
         if micro.rng_key is not None:
             for generator in self._generators:
@@ -70,6 +70,8 @@ class SampleDraws(ForwardDraws):
     The number of a draw is kept in the seed of the device's generator, which is moved on with each
     of them: so whatever restores a generator to run a forward again (activation checkpointing)
     draws the same again, and what torch draws itself begins at a seed of the micro-batch.
+
+    A forward that draws nothing pays for nothing: all else begins with the first draw.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -79,42 +81,37 @@ class SampleDraws(ForwardDraws):
         self._by_device = {g.device.type: g for g in self._generators}
         for kind in self._by_device:
             install(kind)
-        self._time_major = _is_time_major(model)
         self._parameters = frozenset(tuple(p.shape) for p in model.parameters())
+        self._time_major = _is_time_major(model)
         self._told: set[tuple[str, str]] = set()
-        self._counters: dict[tuple[int, range, torch.device], Tensor] = {}
-        self._at_once = 1  # draws whose keys are computed together: those of a whole forward
-        self._looks: list[Any] | None = []  # at Python's and NumPy's generators, in the first one
-        self._key = 0
+        self._forwards = 0
+        self._next_look = 1  # the number of the forward that is looked at
+        self._place: Place | None = None
+        self._key: int | None = None
+        # Of the micro-batch, from its first draw on.
+        self._begun = False
         self._samples: Samples | None = None
         self._numbers: dict[int, int] = {}
-        self._kept: dict[tuple[int, bool, str], Tensor] = {}
+        self._keys: dict[tuple[int, bool, str], Tensor] = {}
+        # Kept from one step to the next.
+        self._at_once = 1  # draws whose keys are computed together: those of a whole forward
+        self._places: dict[tuple[range, range, torch.device], Tensor] = {}
+        self._layouts: dict[tuple[Sequence[int], int], Layout | None] = {}
 
-    def of(self, micro: MicroBatch) -> ForwardDraws:
+    def of(self, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         super().of(micro)
-        self._samples = None if micro.place is None else micro.place.samples
-        if self._samples is not None and micro.rng_key is not None:
-            self._key = micro.rng_key
-            if len(self._numbers) - 1 > self._at_once:
-                self._at_once = min(len(self._numbers) - 1, _AT_ONCE)
-                self._counters.clear()
-            self._numbers = {self._key: 0}
-            self._kept.clear()
-        else:
-            self._samples = None
+        self._key, self._place, self._begun = micro.rng_key, micro.place, False
+        self._forwards += 1
+        if self._forwards == self._next_look:
+            self._next_look *= 2
+            return self._looking()
         return self
 
     def __enter__(self) -> None:
-        if self._looks is not None:
-            self._looks = _other_generators()
-        if self._samples is not None:
-            set_current(self)
+        kernels.current = self
 
     def __exit__(self, *_: object) -> None:
-        set_current(None)
-        if self._looks is not None:
-            self._check_others(self._looks)
-            self._looks = None
+        kernels.current = None
 
     # -- what kernels ask -----------------------------------------------------------------------
 
@@ -122,20 +119,27 @@ class SampleDraws(ForwardDraws):
         self, shape: Sequence[int], device: torch.device, operation: str
     ) -> tuple[Tensor, tuple[int, ...]] | None:
         """Keys (samples,) of the next draw, and the shape of one sample's; None: torch draws."""
-        samples, generator = self._samples, self._by_device.get(device.type)
-        assert samples is not None
-        number = None if generator is None else self._numbers.get(generator.initial_seed())
-        layout = layout_of(
-            shape, samples.size, time_major=self._time_major, parameters=self._parameters
-        )
-        if generator is None or number is None or layout is None:
+        if not self._begun:
+            self._begin()
+        kind = device.type
+        generator, samples = self._by_device.get(kind), self._samples
+        if generator is None or samples is None or self._key is None:
+            self.leave(operation, shape)
+            return None
+        number = self._numbers.get(generator.initial_seed())
+        layout = self._layout(shape, samples.size)
+        if number is None or layout is None:
             self.leave(operation, shape)
             return None
         following = ForwardKeys.of_micro_batch(self._key, number + 1)
         self._numbers[following] = number + 1
         generator.manual_seed(following)
-        keys = self._keys_of(samples, number, device, shared=not layout.samples)
-        return keys, layout.shape
+        block, row = divmod(number, self._at_once)
+        shared = not layout.samples
+        keys = self._keys.get((block, shared, kind))
+        if keys is None:
+            keys = self._keys[block, shared, kind] = self._keys_of(samples, block, device, shared)
+        return keys[row], layout.shape
 
     def leave(self, operation: str, shape: Sequence[int] = ()) -> None:
         """Says once where ``operation`` draws by micro-batch."""
@@ -153,28 +157,52 @@ class SampleDraws(ForwardDraws):
             f" in the shape {tuple(shape)}" if shape else "",
         )
 
-    def _keys_of(
-        self, samples: Samples, number: int, device: torch.device, *, shared: bool
-    ) -> Tensor:
-        block, row = divmod(number, self._at_once)
-        kept = self._kept.get((block, shared, device.type))
-        if kept is None:
-            start = block * self._at_once + (0 if device.type == self._device else _HOST)
-            draws = range(start, start + self._at_once)
-            counters = self._counters_of(1 if shared else samples.size, draws, device)
-            kept = keys_of(samples.key, -1 if shared else samples.first, counters)
-            self._kept[block, shared, device.type] = kept
-        return kept[row]
+    # -- parts ----------------------------------------------------------------------------------
 
-    def _counters_of(self, count: int, draws: range, device: torch.device) -> Tensor:
-        found = self._counters.get((count, draws, device))
-        if found is None:
-            found = self._counters[count, draws, device] = counters_of(count, draws, device)
-        return found
+    def _begin(self) -> None:
+        """The first draw of a micro-batch."""
+        self._begun = True
+        self._samples = None if self._place is None else self._place.samples
+        drawn = len(self._numbers) - 1  # by the forward before
+        if drawn > self._at_once:
+            self._at_once = min(drawn, _AT_ONCE)
+            self._places.clear()
+        self._numbers = {} if self._key is None else {self._key: 0}
+        self._keys.clear()
 
-    def _check_others(self, before: list[Any]) -> None:
+    def _layout(self, shape: Sequence[int], samples: int) -> Layout | None:
+        """How ``shape`` is cut; the answers are kept."""
+        try:
+            return self._layouts[shape, samples]
+        except KeyError:
+            if len(self._layouts) >= _KEPT:
+                self._layouts.clear()
+            layout = self._layouts[shape, samples] = layout_of(
+                shape, samples, time_major=self._time_major, parameters=self._parameters
+            )
+            return layout
+
+    def _keys_of(self, samples: Samples, block: int, device: torch.device, shared: bool) -> Tensor:
+        """int64 (draws, samples): keys of the draws of a ``block``."""
+        start = block * self._at_once + (0 if device.type == self._device else _HOST)
+        draws = range(start, start + self._at_once)
+        rows = range(-1, 0) if shared else range(samples.first, samples.first + samples.size)
+        places = self._places.get((rows, draws, device))
+        if places is None:
+            if len(self._places) >= _KEPT:
+                self._places.clear()
+            places = self._places[rows, draws, device] = places_of(rows, draws, device)
+        return keys_of(samples.key, places)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """A forward after which it is said which other generators than torch's it drew from."""
+        before = _other_generators()
+        with self:
+            yield
         for (name, old), (_, new) in zip(before, _other_generators(), strict=True):
-            if old != new:
+            if old != new and (name, "") not in self._told:
+                self._told.add((name, ""))
                 log.warning(
                     "the forward draws from %s, which no key reaches: other numbers on other "
                     "numbers of processes; draw from torch",

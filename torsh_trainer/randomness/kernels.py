@@ -37,14 +37,9 @@ class Drawing(Protocol):
         """Says that torch draws, as it does."""
 
 
-_current: Drawing | None = None
+current: Drawing | None = None
+"""Who is asked, in every thread: a backward that recomputes runs in another."""
 _KEEP: list[Any] = []  # a library's kernels go with it
-
-
-def set_current(drawing: Drawing | None) -> None:
-    """Who is asked from now on, in every thread: a backward that recomputes runs in another."""
-    global _current  # noqa: PLW0603 - as torch's default generators are
-    _current = drawing
 
 
 @functools.cache
@@ -71,7 +66,7 @@ def _asking(name: str, key: str) -> Callable[..., Any]:
     at = None if drops is None else [a.name for a in schema.arguments].index(drops)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        drawing = _current
+        drawing = current
         if drawing is None or (at is not None and not (len(args) > at and args[at])):
             return original.call_boxed(keys, *args, **kwargs)
         if draw is not None and kwargs.get("generator") is None:

@@ -8,6 +8,7 @@ splitmix64 (Steele, Lea and Flood 2014) on both sides, and one like it at the en
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -38,15 +39,17 @@ def _shifted(words: Tensor, by: int) -> Tensor:
     return (words >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
-def keys_of(step_key: int, first: int, counters: Tensor) -> Tensor:
-    """int64 (draws, samples): a key for each sample from the place ``first`` in the step on."""
-    return mix(counters + _signed((step_key + first * _GAMMA) & _ALL))
+def keys_of(step_key: int, places: Tensor) -> Tensor:
+    """int64 (draws, samples): the keys of a step for the places of ``places_of``."""
+    keys = (places + _signed(step_key)).mul_(_FIRST)
+    return keys.bitwise_xor_(keys >> 32).mul_(_SECOND)
 
 
-def counters_of(samples: int, draws: range, device: torch.device) -> Tensor:
-    """int64 (draws, samples), distinct: what ``keys_of`` mixes with the key of a step."""
+def places_of(samples: range, draws: range, device: torch.device) -> Tensor:
+    """int64 (draws, samples): random, of each draw in a step and each sample's place in it."""
     rows = torch.arange(draws.start, draws.stop, device=device) * _DRAW
-    return rows.unsqueeze(1) + torch.arange(samples, device=device) * _GAMMA
+    columns = torch.arange(samples.start, samples.stop, device=device) * _GAMMA
+    return mix(rows.unsqueeze(1) + columns)
 
 
 def words_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
@@ -69,8 +72,8 @@ def pairs_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _constants(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    size = functools.reduce(int.__mul__, shape, 1)
-    return (_kept_constants if size <= _KEPT_WORDS else _computed)(shape, device)
+    kept = math.prod(shape) <= _KEPT_WORDS
+    return (_kept_constants if kept else _computed)(shape, device)
 
 
 def _computed(shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -17,6 +17,7 @@ from torsh_trainer.comm.likeness import check_alike
 from torsh_trainer.comm.reducer import share as share
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.precision import DTypeName
+from torsh_trainer.randomness import Randomness
 from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.strategies.recompute import recompute_in_backward
 
@@ -225,8 +226,29 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
 def compiled(job: Job, modules: Iterator[nn.Module] | Sequence[nn.Module]) -> None:
     """torch.compile in place, when the job asks for it; names and state stay as they are."""
     if job.compile is not None:
+        if randomness_of(job) == "by_sample":
+            # Inductor's own random numbers have no keys: it calls torch's operations instead.
+            torch._inductor.config.fallback_random = True
         for module in modules:
             module.compile(**job.compile)
+
+
+def randomness_of(job: Job) -> Randomness:
+    """What the random numbers of forwards depend on, where torch.compile has a say.
+
+    A CUDA graph would repeat the numbers of the step that it was captured in; a backend that we do
+    not know may have a generator of its own.
+    """
+    if job.compile is None:
+        return job.randomness
+    options = job.compile.get("options") or {}
+    knows = (
+        job.compile.get("backend", "inductor") in ("inductor", "aot_eager", "eager")
+        and job.compile.get("mode") in (None, "default", "max-autotune-no-cudagraphs")
+        and options.get("fallback_random", True)
+        and not options.get("triton.cudagraphs", False)
+    )
+    return job.randomness if knows else "by_micro_batch"
 
 
 def unused_parameters(names: Sequence[str]) -> ConfigError:

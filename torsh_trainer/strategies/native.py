@@ -93,7 +93,7 @@ class NativeEngine(Engine):
         self._compression = compression
         self._device = comm.device
         self._kept = (1.0, torch.ones((), device=comm.device))
-        self.randomness = "by_micro_batch" if job.compile is not None else job.randomness
+        self.randomness = modules.randomness_of(job)
         self._draws = draws_of(self.randomness, model, comm.device)
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
