@@ -232,6 +232,7 @@ class ZeroEngine(DeepSpeedEngine):
             self._files.tell()
         self._shards = Shards(
             model,
+            comm,
             self._inner,
             pieces,
             self._flats(),

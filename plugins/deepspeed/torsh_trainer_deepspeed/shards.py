@@ -11,9 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.strategies.state import materialise_slots
+from torsh_trainer.strategies.state import load_model, materialise_slots
+from torsh_trainer.weights import take_values
 from torsh_trainer_deepspeed.files import Files
+from torsh_trainer_deepspeed.own_state import gives_copies, put_whole, whole_parameters
 
 
 class Piece(NamedTuple):
@@ -93,11 +96,15 @@ class Shards:
     ``pieces`` are the trainable parameters' by id, ``flats`` the partitions of each group of
     ``inner``, ``files`` where some of them lie, ``fixed`` what a checkpoint has of the frozen
     parameters. ``push`` makes the parameters that forward uses out of the master weights.
+
+    A model whose ``state_dict`` gives copies of its parameters is saved whole, as that gives it,
+    and loaded by its own ``load_state_dict``.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        comm: Communicator,
         inner: Optimizer,
         pieces: Mapping[int, Piece],
         flats: Sequence[list[Tensor]],
@@ -106,6 +113,7 @@ class Shards:
         push: Callable[[], None],
     ) -> None:
         self._model = model
+        self._comm = comm
         self._inner = inner
         self._pieces = pieces
         self._flats = flats
@@ -117,18 +125,32 @@ class Shards:
         }
 
     def model(self) -> dict[str, Any]:
-        """Master weights, frozen parameters and buffers; what is tied has all its names."""
+        """Master weights, frozen parameters and buffers; what is tied has all its names.
+
+        Collective where the model gives copies.
+        """
+        given = self._model.state_dict(keep_vars=True)
+        if gives_copies(self._model, given):
+            with whole_parameters(self._model, self._held_parts(), self._comm):
+                return dict(self._model.state_dict())
+        parts = {id(p): part for p, part in self._held_parts()}
         state: dict[str, Any] = {}
-        wholes = {id(flat): self._files.whole(flat, of=flat) for flat, _ in self._partitions()}
-        for name, value in self._model.state_dict(keep_vars=True).items():
-            if id(value) in self._pieces:
-                piece = self._pieces[id(value)]
-                state[name] = piece.shard(name, wholes[id(piece.flat)])
-            elif isinstance(value, nn.Parameter):
-                state[name] = self._fixed(name, value)
-            else:
-                state[name] = value
+        for name, value in given.items():
+            part = parts.get(id(value), value)
+            state[name] = part._replace(name=name) if isinstance(part, FlatShard) else part
         return state
+
+    def _held_parts(self) -> list[tuple[nn.Parameter, Tensor | FlatShard]]:
+        """Every parameter, and what this rank holds of its values as a checkpoint has them."""
+        wholes = {id(flat): self._files.whole(flat, of=flat) for flat, _ in self._partitions()}
+        found: list[tuple[nn.Parameter, Tensor | FlatShard]] = []
+        for name, p in self._model.named_parameters():
+            if id(p) in self._pieces:
+                piece = self._pieces[id(p)]
+                found.append((p, piece.shard(name, wholes[id(piece.flat)])))
+            else:
+                found.append((p, self._fixed(name, p)))
+        return found
 
     def optimizer(self) -> dict[str, dict[str, Any]]:
         """``{parameter name: {slot: FlatShard, or a number's tensor}}``, in torch's words."""
@@ -179,14 +201,31 @@ class Shards:
         Raises:
             Unsupported: parameters that lie in one partition have states that it cannot hold.
         """
-        for name, target in self.model().items():
-            _copy(target, model[name])
+        self._load_model(model)
         if slots:
             self.materialise()
         for flat, names in self._partitions():
             self._load_partition(flat, names, slots)
         self._files.flush()
         self._push()
+
+    def _load_model(self, source: Mapping[str, Any]) -> None:
+        given = self._model.state_dict(keep_vars=True)
+        if gives_copies(self._model, given):
+            parts = self._held_parts()
+            with whole_parameters(self._model, parts, self._comm):
+                load_model(self._model, source)
+                values = [p.detach() for p, _ in parts]
+            for (_, part), value in zip(parts, values, strict=True):
+                put_whole(part, value)
+            return
+        own = {id(value) for value in (*self._model.parameters(), *self._model.buffers())}
+        for name, target in self.model().items():
+            if id(given[name]) in own:
+                _copy(target, source[name])
+        rest = {name: source[name] for name, value in given.items() if id(value) not in own}
+        if rest:  # extra state: only the module knows where it goes
+            take_values(self._model, rest, strict=False)
 
     def _partitions(self) -> Iterable[tuple[Tensor, list[str]]]:
         found: dict[int, tuple[Tensor, list[str]]] = {}
