@@ -117,8 +117,8 @@ class MPI(BuiltIn):
 class BuiltInEngine(NativeEngine):
     """The engine of ``nccl``, ``gloo`` and ``mpi``: plain modules, hooks, flat buckets.
 
-    The loss of a step is scaled so that gradients are summed over ranks; under manual optimization,
-    and by ``compressor``, they are averaged.
+    Gradients are summed over ranks; under manual optimization they are averaged. ``compressor``
+    gives means, so they enter it times the number of ranks.
     """
 
     emulates = False
@@ -149,14 +149,13 @@ class BuiltInEngine(NativeEngine):
             model=model,
             module=module,
             eval_module=module,
-            averaging_ranks=1 if compressor is None else comm.world.size,
             wrap_optimizer=wrap,
             compression=compressed(compressor, model, as_in_memory=True),
             broadcast_buffers=knobs.broadcast_buffers,
         )
         self._knobs = knobs
         self.keeps_frozen = knobs.find_unused_parameters
-        self._averages = compressor is not None
+        self._factor = 1.0 if compressor is None else float(comm.world.size)
         self._compressor = compressor
         self._reduce_dtype = DTYPES[job.precision.reduce]
         self._reducer: BucketReducer | None = None
@@ -166,7 +165,7 @@ class BuiltInEngine(NativeEngine):
         modules.share([*apart, *model.buffers()], comm)
         self._reducer = self._planned(self._parameters)
 
-    def _planned(self, parameters: Sequence[nn.Parameter], *, factor: float = 1.0) -> BucketReducer:
+    def _planned(self, parameters: Sequence[nn.Parameter]) -> BucketReducer:
         """What sums the gradients of ``parameters`` from their hooks."""
         reducer = BucketReducer(
             parameters,
@@ -175,7 +174,7 @@ class BuiltInEngine(NativeEngine):
             dtype=lambda held: summed_in(held, self._reduce_dtype),
             overlap=self._knobs.overlap,
             find_unused=self._knobs.find_unused_parameters,
-            factor=factor,
+            factor=self._factor,
         )
         if self._compressor is not None:
             reducer.reduce = self._compressed_by(self._compressor, reducer.buckets)
@@ -195,10 +194,8 @@ class BuiltInEngine(NativeEngine):
             return
         if self._compressor is not None:
             self._compressor.add(change.freed)
-        before, self._reducer = (
-            self._reducer,
-            self._planned(change.trained, factor=self._reducer.factor),
-        )
+        before, self._reducer = self._reducer, self._planned(change.trained)
+        self._reducer.factor = before.factor
         before.close()
 
     # -- one step --------------------------------------------------------------------------------
@@ -213,18 +210,15 @@ class BuiltInEngine(NativeEngine):
     def backward(
         self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
     ) -> None:
-        if self._reducer is None or self._averages:
-            super().backward(loss, sync=sync, run=run)
-            if sync:
-                self._finish()
-            return
-        self._reducer.factor = 1.0 / self.comm.world.size
+        if self._reducer is not None:
+            self._reducer.factor = self._factor / self.comm.world.size
         try:
             super().backward(loss, sync=sync, run=run)
             if sync:
                 self._finish()
         finally:
-            self._reducer.factor = 1.0
+            if self._reducer is not None:
+                self._reducer.factor = self._factor
 
     def step_one(
         self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False

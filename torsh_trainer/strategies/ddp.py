@@ -1,4 +1,9 @@
-"""Replicated data parallel: every process holds the whole model, gradients are averaged."""
+"""Replicated data parallel: every process holds the whole model.
+
+Losses enter with their share of the global batch, and gradients are summed over processes: what a
+hook sees in a backward is this micro-batch's part of the mean, whatever the number of processes.
+Where a task steps by itself its losses are as they are, and gradients are averaged.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,6 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.hook import refuse_unused, register
 from torsh_trainer.comm.compression.reducer import GradientReducer, Slot
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.precision import DTypeName
 from torsh_trainer.strategies import buckets, modules
 from torsh_trainer.strategies.base import (
     Engine,
@@ -33,6 +37,7 @@ from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused
 from torsh_trainer.strategies.repeated import Repeats
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
+from torsh_trainer.strategies.sums import Entering, sum_buckets, sum_in
 from torsh_trainer.strategies.trained import Change, check_cut, refused
 from torsh_trainer.strategies.zero1 import sharded
 from torsh_trainer.task import Task
@@ -141,7 +146,8 @@ class DDPEngine(NativeEngine):
         self._within_forward = False
         self._ready = False  # the wrapper's forward has run since the last backward
         self._order: list[str] | None = None
-        wrapped = _wrap(module, knobs, job, comm) if knobs.overlap else module
+        self._enter = Entering(comm.world.size, gives_means=reducer is not None)
+        wrapped = _wrap(module, knobs, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         super().__init__(
             job,
@@ -150,7 +156,6 @@ class DDPEngine(NativeEngine):
             # The wrapper looks for what is unused after every forward; a step may have several.
             module=module if knobs.find_unused_parameters else wrapped,
             eval_module=module,
-            averaging_ranks=comm.world.size,
             gradient_scale=knobs.gradient_scale_on(comm.world),
             wrap_optimizer=sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
             compression=compressed(reducer, model, as_in_memory=knobs.overlap),
@@ -164,9 +169,11 @@ class DDPEngine(NativeEngine):
             self._ddp.register_forward_pre_hook(self._note_forward)
         if reducer is not None and self._ddp is not None:
             refuse_unused(self._ddp, reducer.knobs)
-            register(self._ddp, reducer, self._names)
-        elif self._ddp is not None and _in_fp32(job):
-            share_buckets(self._ddp, comm)
+            register(self._ddp, reducer, self._names, before=self._enter)
+        elif self._ddp is not None and not _in_fp32(job):
+            sum_in(self._ddp, job.precision, self._enter)
+        elif self._ddp is not None and not share_buckets(self._ddp, comm, self._enter):
+            sum_buckets(self._ddp, self._enter)
         if not knobs.overlap:
             modules.share([*model.parameters(), *model.buffers()], comm)
 
@@ -197,7 +204,8 @@ class DDPEngine(NativeEngine):
                 use="set strategy.op=average, and multiply the loss",
             )
         try:
-            super().backward(loss, sync=sync, run=run)
+            with self._enter.averaging():
+                super().backward(loss, sync=sync, run=run)
             if not sync:
                 return
             self._check_backward()
@@ -206,7 +214,8 @@ class DDPEngine(NativeEngine):
         if not self._checked:
             self._check_unused()
         if self._ddp is None:
-            self._reduce_now()
+            with self._enter.averaging():
+                self._reduce_now()
         if self._knobs.zero_unused:
             self._zero_unused()
 
@@ -287,6 +296,7 @@ class DDPEngine(NativeEngine):
             )
         if not buckets.lay_out_anew(self._ddp):
             raise refused(self._knobs, change, use="set strategy.overlap=false")
+        self._enter.tell()
         self._repeats.watch(change.freed.values())
         self._order = None
 
@@ -298,13 +308,25 @@ class DDPEngine(NativeEngine):
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
-        # A static graph is learnt in the first step, which torch does not do within no_sync.
-        learns = self._knobs.static_graph and not self._checked
-        if self._ddp is None or learns:
+        if self._ddp is None or self._learns:
             yield
         else:
             with self._ddp.no_sync():
                 yield
+
+    @property
+    def _learns(self) -> bool:
+        """A static graph is learnt in the first step, which torch does not do within no_sync."""
+        return self._ddp is not None and self._knobs.static_graph and not self._checked
+
+    def _added(
+        self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
+    ) -> tuple[Tensor, float]:
+        part = super()._added(micro, total_weight, task, last=last)
+        if self._learns and not last:  # what is summed already will be summed again
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            torch._foreach_div_(gradients, float(self.comm.world.size))
+        return part
 
     def close(self) -> None:
         self._repeats.close()
@@ -328,6 +350,7 @@ class DDPEngine(NativeEngine):
         if order and self._order_matters:
             assert self._ddp is not None
             buckets.take_order(self._ddp, order, self._names)
+            self._enter.tell()
 
     @property
     def _order_matters(self) -> bool:
@@ -358,7 +381,7 @@ class DDPEngine(NativeEngine):
     # -- overlap=false ---------------------------------------------------------------------------
 
     def _reduce_now(self) -> None:
-        """Averages gradients over ranks in flat buckets, after the whole backward."""
+        """Sums gradients over ranks in flat buckets, after the whole backward."""
         finds = self._knobs.find_unused_parameters or self._knobs.static_graph
         used = self._used_anywhere() if finds else self._parameters
         missing = [] if finds else self._unused()
@@ -369,7 +392,7 @@ class DDPEngine(NativeEngine):
             gradients.append(parameter.grad)
         names = [self._names[id(parameter)] for parameter in used]
         for bucket in _buckets(gradients, self._knobs.bucket_cap_mb):
-            flat = _flatten_dense_tensors(bucket)
+            flat = self._enter(_flatten_dense_tensors(bucket))
             if self._reducer is not None:
                 mine, names = names[: len(bucket)], names[len(bucket) :]
                 sizes = [gradient.numel() for gradient in bucket]
@@ -382,7 +405,6 @@ class DDPEngine(NativeEngine):
             held = flat if self._held is None else flat.to(summed_in(flat.dtype, self._held))
             reduced = held.to(summed_in(flat.dtype, self._reduce_dtype))
             self.comm.all_reduce(reduced, op="sum")
-            reduced.div_(self.comm.world.size)
             for gradient, part in zip(
                 bucket, _unflatten_dense_tensors(reduced.to(flat.dtype), bucket), strict=True
             ):
@@ -402,10 +424,10 @@ def _in_fp32(job: Job) -> bool:
     return job.precision.reduce == "fp32" and job.precision.gradients == "fp32"
 
 
-def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> DistributedDataParallel:
+def _wrap(module: nn.Module, knobs: DDP, comm: Communicator) -> DistributedDataParallel:
     on_gpu = comm.device.type == "cuda"
     options: dict[str, Any] = {_BUFFERS: False}  # they are the engine's, once a step
-    wrapped = DistributedDataParallel(
+    return DistributedDataParallel(
         module,
         device_ids=[comm.device.index] if on_gpu else None,
         process_group=comm.process_group,
@@ -415,11 +437,6 @@ def _wrap(module: nn.Module, knobs: DDP, job: Job, comm: Communicator) -> Distri
         gradient_as_bucket_view=knobs.gradient_as_bucket_view,
         **options,
     )
-    if not _in_fp32(job):
-        state = (comm.process_group, job.precision.reduce, job.precision.gradients)
-        # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
-        wrapped.register_comm_hook(state, lambda state, bucket: _reduce_in(state, bucket))  # noqa: PLW0108
-    return wrapped
 
 
 _BUFFERS = (  # torch 2.13 renamed the option
@@ -427,25 +444,6 @@ _BUFFERS = (  # torch 2.13 renamed the option
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-
-
-def _reduce_in(
-    state: tuple[Any, DTypeName, DTypeName], bucket: Any
-) -> torch.futures.Future[Tensor]:
-    """A DDP hook that averages a bucket in a lower dtype; torch's own hooks refuse gloo.
-
-    What is sent is rounded first to the dtype that gradients are held in.
-    """
-    group, dtype, held = state
-    full = bucket.buffer()
-    small = full.to(summed_in(full.dtype, DTYPES[held])).to(summed_in(full.dtype, DTYPES[dtype]))
-    small.div_(torch.distributed.get_world_size(group))
-    work = torch.distributed.all_reduce(small, group=group, async_op=True)
-
-    def restore(future: torch.futures.Future[Any]) -> Tensor:
-        return full.copy_(future.value()[0])
-
-    return work.get_future().then(restore)
 
 
 def _buckets(gradients: Sequence[Tensor], cap_mb: float) -> Iterator[list[Tensor]]:

@@ -255,7 +255,6 @@ class FSDPEngine(NativeEngine):
             model=model,
             module=model,
             eval_module=model,
-            averaging_ranks=comm.world.size,
             wrap_optimizer=self._checked,
             compression=scatter,
         )
@@ -267,6 +266,7 @@ class FSDPEngine(NativeEngine):
         if self._pass is None:
             CommonOrder(roots, comm)
         self._syncs = True
+        self._averages = True
         self._shard_group = shard_group
         for module in model.modules() if scatter is not None else ():
             if hasattr(module, "set_custom_reduce_scatter"):
@@ -283,10 +283,20 @@ class FSDPEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
+        self._reduce(averages=False)
         report = super().forward_backward(micro_batches, total_weight, task)
         if self._knobs.zero_unused:
             self._zero_unused()
         return report
+
+    def _reduce(self, *, averages: bool) -> None:
+        """Whether gradients are averaged over ranks from here on, or summed."""
+        if averages is not self._averages and self.comm.world.size > 1:
+            self._averages = averages
+            for unit in self._units:
+                unit.gradient_divide_factor = None if averages else 1.0
+                # Else it is a product before the sum, which no backend but NCCL has.
+                unit.force_sum_reduction_for_comms = not averages
 
     def _micro_batch(
         self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
@@ -301,6 +311,7 @@ class FSDPEngine(NativeEngine):
     ) -> None:
         if self._knobs.zero_unused and self._manual:
             raise no_zero_unused(self._knobs)
+        self._reduce(averages=True)
         super().backward(loss, sync=sync, run=run)
         if self._pass is not None:
             self._pass.reduce(syncs=sync or self._knobs.reduce_every_micro_batch)

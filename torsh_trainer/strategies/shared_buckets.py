@@ -1,7 +1,7 @@
-"""DDP's gradient buckets averaged through memory that the members share, where a backend has it.
+"""DDP's gradient buckets summed through memory that the members share, where a backend has it.
 
 DDP allocates its buckets itself, outside that memory. There each member puts what the others add
-up, and takes what they have added: DDP finds the mean in its own bucket, and has nothing to copy.
+up, and takes what they have added: DDP finds the sum in its own bucket, and has nothing to copy.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from torsh_trainer.comm.base import Communicator, Parts
+from torsh_trainer.strategies.sums import Entering, register_hook, start_sum
 
 _Size = tuple[int, torch.dtype]
 
 
-def share_buckets(ddp: DistributedDataParallel, comm: Communicator) -> None:
-    """Registers the hook if members of ``comm`` share memory; collective."""
+def share_buckets(ddp: DistributedDataParallel, comm: Communicator, enter: Entering) -> bool:
+    """Registers the hook if members of ``comm`` share memory, and says whether; collective."""
     most = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
-    if comm.shares(most):
-        hook = _SharedBuckets(ddp, comm, overlaps=_spare_processors(comm))
-        # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
-        ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
+    if not comm.shares(most):
+        return False
+    register_hook(ddp, _SharedBuckets(ddp, comm, enter, overlaps=_spare_processors(comm)))
+    return True
 
 
 def _spare_processors(comm: Communicator) -> bool:
@@ -45,9 +45,12 @@ class _SharedBuckets:
     it runs beside. Once DDP has laid out the buckets for good they are copied while others fill.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, comm: Communicator, *, overlaps: bool) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, comm: Communicator, enter: Entering, *, overlaps: bool
+    ) -> None:
         self._ddp = weakref.ref(ddp)
         self._comm = comm
+        self._enter = enter
         self._overlaps = overlaps
         self._known: set[_Size] = set()
         self._waiting: list[tuple[Tensor, Future[Tensor]]] = []
@@ -57,12 +60,10 @@ class _SharedBuckets:
 
     @torch.no_grad()
     def __call__(self, bucket: Any) -> Future[Tensor]:
-        flat = bucket.buffer()
+        flat = self._enter(bucket.buffer())
         if self._overlaps and not bucket.is_last():
             self._stage(flat)
-            work = dist.all_reduce(flat, dist.ReduceOp.AVG, self._comm.process_group, async_op=True)
-            assert work is not None, "async_op gives one"
-            return work.get_future().then(lambda ended: ended.value()[0])
+            return start_sum(flat, self._comm.process_group)
         if bucket.index() == 0:
             self._begin()
         future: Future[Tensor] = Future()
@@ -87,7 +88,7 @@ class _SharedBuckets:
         for flat, future in self._waiting:
             if self._parts is None:
                 self._stage(flat)
-                self._comm.all_reduce(flat, op="mean")
+                self._comm.all_reduce(flat)
             future.set_result(flat)
         flats = [flat for flat, _ in self._waiting]
         self._waiting.clear()
@@ -95,7 +96,7 @@ class _SharedBuckets:
             self._settled = True
             if len({flat.dtype for flat in flats}) == 1:
                 counts = [flat.numel() for flat in flats]
-                self._parts = self._comm.parts(counts, flats[0].dtype, op="mean")
+                self._parts = self._comm.parts(counts, flats[0].dtype)
 
     def _has_last_layout(self) -> bool:
         """Whether DDP keeps the buckets of this pass; the same on every rank."""

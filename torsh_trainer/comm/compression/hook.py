@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,24 +23,31 @@ def register(
     names: Mapping[int, str],
     *,
     counts_steps: bool = False,
+    before: Callable[[Tensor], Tensor] = lambda flat: flat,
 ) -> None:
     """Lets ``reducer`` average the buckets of ``ddp``; ``names`` maps ``id(parameter)`` to a name.
 
     ``counts_steps`` takes every backward that communicates for a step; without it somebody calls
-    ``reducer.advance()``.
+    ``reducer.advance()``. ``before`` is what a bucket goes through first.
     """
-    hook = _Hook(reducer, names, counts_steps=counts_steps)
+    hook = _Hook(reducer, names, counts_steps=counts_steps, before=before)
     # Through a lambda: torch compares annotations, and cannot read ours, which are strings.
     ddp.register_comm_hook(hook, lambda hook, bucket: hook(bucket))
 
 
 class _Hook:
     def __init__(
-        self, reducer: GradientReducer, names: Mapping[int, str], *, counts_steps: bool
+        self,
+        reducer: GradientReducer,
+        names: Mapping[int, str],
+        *,
+        counts_steps: bool,
+        before: Callable[[Tensor], Tensor],
     ) -> None:
         self._reducer = reducer
         self._names = names
         self._counts_steps = counts_steps
+        self._before = before
         self._ended = False  # a step, with the last bucket of the backward before
 
     def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -48,7 +55,8 @@ class _Hook:
             self._reducer.advance()
         self._ended = self._counts_steps and bucket.is_last()
         named_sizes = [(self._names[id(p)], p.numel()) for p in bucket.parameters()]
-        return self._reducer.start(bucket.buffer(), Slot.row(named_sizes)).future()
+        flat = self._before(bucket.buffer())
+        return self._reducer.start(flat, Slot.row(named_sizes)).future()
 
 
 def attach(
