@@ -10,7 +10,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import BatchPlan, Clip
 from torsh_trainer_lightning.adapter import Configured, configured
 from torsh_trainer_lightning.loop.driver import LightningLoop
-from torsh_trainer_lightning.loop.saved import check_processes, lightning_state
+from torsh_trainer_lightning.loop.loaded import check_processes, left_out_of, lightning_state
 from torsh_trainer_lightning.loop.stages import Stages
 
 
@@ -52,8 +52,9 @@ class LightningCourse(Course):
     def reads(self, resume: str) -> bool:
         return resume.endswith(".ckpt")
 
-    def goes_on(self) -> None:
-        self.stages.without_ckpt()
+    def goes_on(self, saved: Mapping[str, Any]) -> None:
+        own = "lightning" in saved.get("task", {})
+        self.stages.without_ckpt(left_out_of(lightning_state(saved)) if own else frozenset())
 
     def restored(self, saved: Mapping[str, Any], processes: int) -> Restored:
         if "lightning" not in saved["task"]:

@@ -39,14 +39,18 @@ class Stages:
         self._device = device
         self._first = stages[0]
         self._ckpt_path = ckpt_path
-        self._trust_ckpt = trust_ckpt
+        self.trust_ckpt = trust_ckpt
+        self.left_out: frozenset[str] = frozenset()
+        """Weights that the checkpoint of ours, which the run goes on from, does without."""
+
         self._begun: str | None = None
         self._modes: list[tuple[Any, bool]] = []
         self._draws: Mapping[str, Any] = rng_state(device)
 
-    def without_ckpt(self) -> None:
-        """The run goes on from a checkpoint of its own."""
+    def without_ckpt(self, left_out: frozenset[str]) -> None:
+        """The run goes on from a checkpoint of its own, without these weights."""
         self._ckpt_path = None
+        self.left_out = left_out
 
     def model(self) -> LightningModule:
         """The module, set up and configured for the first stage."""
@@ -82,7 +86,7 @@ class Stages:
     def _begin(self, stage: str) -> None:
         set_rng_state(self._draws, self._device)
         path, self._ckpt_path = self._ckpt_path, None
-        ckpt = None if path is None else (path, read_ckpt(path, trusted=self._trust_ckpt))
+        ckpt = None if path is None else (path, read_ckpt(path, trusted=self.trust_ckpt))
         with self.facade.guarded():
             self.facade.begin(stage, self.module, self._datamodule, ckpt=ckpt)
         self._begun = stage
