@@ -461,6 +461,7 @@ class LightningLoop(OwnLoop, Host):
             self._facade,
             self._comm,
             batches=batches if self._in_the_middle else None,
+            freed=self._stages.thaw.freed,
             trusted=self._stages.trust_ckpt,
         )
 

@@ -39,11 +39,6 @@ def lightning_state(state: Mapping[str, Any], *, trusted: bool | None = None) ->
     return {**held, **more}
 
 
-def left_out_of(held: Mapping[str, Any]) -> frozenset[str]:
-    """Weights that the hooks of a save have left out."""
-    return frozenset(held["torsh_trainer"].get("left_out", ()))
-
-
 def told_of_load(
     facade: Facade, comm: Communicator, state: Mapping[str, Any], *, trusted: bool, trains: bool
 ) -> dict[str, Any]:

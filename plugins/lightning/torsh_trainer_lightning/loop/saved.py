@@ -37,11 +37,19 @@ class Saved(NamedTuple):
     left_out: frozenset[str] = frozenset()
 
 
-def saved_state(facade: Facade, comm: Communicator, *, batches: int | None, trusted: bool) -> Saved:
+def saved_state(
+    facade: Facade,
+    comm: Communicator,
+    *,
+    batches: int | None,
+    freed: list[str],
+    trusted: bool,
+) -> Saved:
     """All that is beside weights, as Lightning's format has it: data, and marks (``marks``).
 
     ``batches`` are those of the epoch so far; None: none is under way. ``trusted``: what is no data
-    is saved as code in a part of its own. Collective where somebody has a hook.
+    is saved as code in a part of its own. ``freed`` are parameters that train, of a module that
+    began with none. Collective where somebody has a hook.
 
     Raises:
         ConfigError: names the hook that has put in, or taken out, what no run could go on from.
@@ -58,6 +66,7 @@ def saved_state(facade: Facade, comm: Communicator, *, batches: int | None, trus
             own = {
                 "world_size": comm.world.size,
                 "batches": batches,
+                "freed": freed,
                 "order": facade.order.name,
                 "data": facade.order.facts(facade.accumulate_grad_batches),
                 "callback_metrics": dict(connector._callback_metrics),
