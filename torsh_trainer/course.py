@@ -211,8 +211,9 @@ class Course(abc.ABC):
         """What as many processes would take from a checkpoint, whose plain parts are ``saved``."""
         return Restored()
 
-    def goes_on(self) -> None:  # noqa: B027 - optional
-        """The run goes on from a checkpoint of its own, which ``OwnLoop.load`` is given."""
+    def goes_on(self, saved: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+        """The run goes on from a checkpoint of its own, which ``OwnLoop.load`` is given: ``saved``
+        are its plain parts."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """The run is over, or has failed."""

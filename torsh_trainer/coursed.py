@@ -38,7 +38,7 @@ class CoursedRank(Rank):
             return None
         found = super()._found_origin()
         if found is not None:
-            self.course.goes_on()
+            self.course.goes_on(found.plain)
         return found
 
     @cached_property

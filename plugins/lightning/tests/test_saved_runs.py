@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import lightning as L
-import numpy as np
-import pytest
 import torch
 from loops import quiet
 from test_strategy import loader
@@ -15,7 +13,6 @@ from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
 from torsh_trainer.checkpoint.door.export import Export, export
-from torsh_trainer.errors import ConfigError
 
 
 class Scheduled(L.LightningModule):
@@ -37,13 +34,6 @@ class Scheduled(L.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class Adds(Scheduled):
-    """Its hook adds what only code can make again."""
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["best"] = np.float64(0.5)
 
 
 def lightnings(module: L.LightningModule, folder: Path, epochs: int, **fit: object) -> L.Trainer:
@@ -95,8 +85,3 @@ def test_lightning_goes_on_from_an_export_as_from_its_own_checkpoint(tmp_path):
         lightnings(module, tmp_path, 2, ckpt_path=path, weights_only=True)
         ends.append([p.detach() for p in module.parameters()])
     assert all(map(torch.equal, *ends))
-
-
-def test_what_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
-    with pytest.raises(ConfigError, match=r"has put numpy\.\S+ into the checkpoint, as 'best'"):
-        ours(Adds, tmp_path / "run")

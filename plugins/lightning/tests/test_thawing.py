@@ -18,7 +18,7 @@ from cases import Case
 from lightning.pytorch.callbacks import ModelCheckpoint
 from loops import as_torchrun, in_our_words, quiet, under_lightning, under_our_loop
 from modules.data import Shares
-from modules.finetuning import Freezes, Milestones, Stack, Thaws, ThawsWithin
+from modules.finetuning import Freezes, Milestones, Stack, StackOfAll, Thaws, ThawsAll, ThawsWithin
 from recorder import THE_SAME_BITS, Keeper, Recording, same
 from torsh_trainer_lightning.processes import chosen
 from torsh_trainer_lightning.task import LightningTask
@@ -39,6 +39,7 @@ KINDS = {
     ),
     "module": Case(ThawsWithin, SHARES, flags=FLAGS),
     "frees": Case(Stack, SHARES, callbacks=lambda: [Milestones()], flags=FLAGS),
+    "all": Case(StackOfAll, SHARES, callbacks=lambda: [ThawsAll()], flags=FLAGS),
     "freezes": Case(Stack, SHARES, callbacks=lambda: [Freezes()], flags=FLAGS),
 }
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -114,6 +115,24 @@ def test_what_is_freed_and_frozen_later_trains_on_two_ranks_as_on_one(
         close(alone["module"], rank["module"])
 
 
+@pytest.mark.parametrize("name", ["ddp", "ddp, after backward", "gloo", "fsdp", "horovod"])
+def test_a_module_that_is_frozen_whole_trains_once_it_is_freed(on_ranks, alone, tmp_path, name):
+    ours = on_ranks(trained, tmp_path / "ours", {"all": "ours"}, ENGINES[name])
+    theirs = on_ranks(trained, tmp_path / "theirs", {"all": "theirs"}, ENGINES[name])
+    assert ours[0]["all"]
+    for rank in (*ours, *theirs):
+        close(alone["all"], rank["all"])
+
+
+def test_a_module_frozen_whole_at_first_goes_on(on_ranks, alone, tmp_path):
+    for name in ("ddp", "fsdp"):
+        folder = tmp_path / name
+        on_ranks(saved, folder, ENGINES[name], "never", "all")
+        kept = folder / "run" / "checkpoints" / "step-00000004"
+        again, _ = on_ranks(saved, tmp_path / f"{name}-more", ENGINES[name], str(kept), "all")
+        close(alone["all"], again[0])
+
+
 def test_under_lightnings_own_ddp_each_rank_goes_its_own_way(on_ranks, alone, tmp_path):
     first, second = on_ranks(trained, tmp_path, {"frees": "theirs"}, "ddp")
     frozen = "backbone.0.weight"
@@ -144,13 +163,13 @@ def test_an_engine_that_cannot_follow_says_so_on_every_rank(on_ranks, tmp_path, 
 
 
 def saved(
-    world: World, port: int, folder: Path, strategy: Any, resume: str
+    world: World, port: int, folder: Path, strategy: Any, resume: str, kind: str = "callback"
 ) -> tuple[Parameters, float | None]:
     """A run of ours that saves every four steps."""
     as_torchrun(world, port, folder)
     quiet()
     recording = Recording()
-    case = KINDS["callback"]
+    case = KINDS[kind]
     ours, theirs = in_our_words(case.flags)
     trainer = Trainer(
         task=LightningTask(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,45 @@ def configured(module: LightningModule) -> Configured:
     return Configured(tuple(optimizers), tuple(schedulers))
 
 
+class Thaw:
+    """Frees the parameters of a module that has frozen all of them, while an engine is made.
+
+    An engine takes hold of what trains, and follows what a callback frees or freezes later. Freed
+    by a callback in the first epoch (``BaseFinetuning``), they are what it has taken hold of.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parameters = list(module.parameters())
+        self._module = module
+        self.needed = bool(parameters) and not any(p.requires_grad for p in parameters)
+
+    def begin(self) -> None:
+        """Frees them."""
+        for parameter in self._module.parameters() if self.needed else ():
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad = True
+
+    def end(self, but: Collection[str] = ()) -> None:
+        """Freezes them again, whatever the engine has put in their place, ``but`` those names."""
+        for name, parameter in self._module.named_parameters() if self.needed else ():
+            parameter.requires_grad = name in but
+
+    @property
+    def freed(self) -> list[str]:
+        """Those that were freed since; nothing where the module has not frozen all."""
+        named = self._module.named_parameters() if self.needed else ()
+        return [name for name, parameter in named if parameter.requires_grad]
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Within, they are as the module has them."""
+        self.end()
+        try:
+            yield
+        finally:
+            self.begin()
+
+
 class ModuleTask(Task):
     """A LightningModule as a task: the model is the module itself.
 
@@ -94,6 +133,7 @@ class ModuleTask(Task):
         self.module = module
         self.configure = configure
         self.configured = Configured()
+        self.thaw = Thaw(module)
 
     def build_model(self) -> nn.Module:
         return self.module
@@ -101,7 +141,8 @@ class ModuleTask(Task):
     def build_optimizers(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> Mapping[str, Optimizer]:
-        self.configured = self.configure(self.module)
+        with self.thaw.undone():
+            self.configured = self.configure(self.module)
         return self.configured.by_name
 
 
@@ -111,8 +152,12 @@ def prepared(strategy: Strategy, job: Job, comm: Communicator, task: ModuleTask)
     Engines put a model into training mode; in Lightning what its author has put into evaluation
     mode (a frozen backbone) stays there.
     """
-    with modes_kept(task.module):
-        engine = strategy.prepare(job, comm)
+    task.thaw.begin()
+    try:
+        with modes_kept(task.module):
+            engine = strategy.prepare(job, comm)
+    finally:
+        task.thaw.end()
     joined(task.configured, engine)
     return engine
 

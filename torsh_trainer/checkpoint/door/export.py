@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.checkpoint.door.contents import Contents, Entry
+from torsh_trainer.checkpoint.marks import unmarked
 from torsh_trainer.checkpoint.store.places import Location
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.files import disk_error, strict_json, sync_folder
@@ -237,14 +238,18 @@ def _lightning_content(
         "pytorch-lightning_version": LIGHTNING_VERSION,
         "state_dict": _model(contents, chosen, wanted),
     }
-    own = _lightnings_own(contents)
+    own = _lightnings_own(contents, content, wanted)
     if not _goes_on(contents, wanted):
-        settings = {key: value for key, value in own.items() if "hyper_parameters" in key}
+        settings = {
+            key: value
+            for key, value in own.items()
+            if "hyper_parameters" in key or key == "state_dict"
+        }
         return {**content, **settings}
     states = _optimizers(contents, wanted)
     if own:
         numbers = [numbered(state) for state in states.values()]
-        return {**content, **own, "state_dict": content["state_dict"], "optimizer_states": numbers}
+        return {**content, **own, "optimizer_states": numbers}
     return {
         **content,
         "loops": {"fit_loop": _loops(counts["updates"], counts["epoch"], len(states))},
@@ -254,13 +259,23 @@ def _lightning_content(
     }
 
 
-def _lightnings_own(contents: Contents) -> dict[str, Any]:
-    """What a run of a LightningModule has saved as Lightning does, all but its tensors."""
+def _lightnings_own(
+    contents: Contents, content: Mapping[str, Any], wanted: Export
+) -> dict[str, Any]:
+    """What a run of a LightningModule has saved as Lightning does, all but its optimizers.
+
+    The weights are those of ``content``, unless its hooks have made others of them.
+    """
     saved = contents.plain.get("task", {}).get("lightning")
     if saved is None:
         return {}
-    found: dict[str, Any] = torch.load(io.BytesIO(saved), weights_only=True)
-    return {key: value for key, value in found.items() if key != "torsh_trainer"}
+    found = torch.load(io.BytesIO(saved), map_location="cpu", weights_only=True)
+    weights = content["state_dict"]
+    own: dict[str, Any] = unmarked(found, lambda name: weights.get(wanted.name(name)))
+    changed = own.pop("torsh_trainer").get("changed_weights", False) and not wanted.ema
+    left = own["state_dict"] if changed else {}
+    named = {wanted.name(n): v for n, v in left.items() if n.startswith(wanted.strip)}
+    return {**own, "state_dict": named if changed else weights}
 
 
 def _goes_on(contents: Contents, wanted: Export) -> bool:

@@ -125,3 +125,23 @@ class ThawsWithin(Stack):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+class StackOfAll(Stack):
+    """Its optimizer has all parameters, those that do not train yet too."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class ThawsAll(BaseFinetuning):
+    """Freezes everything before training, and frees it as training begins."""
+
+    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
+        self.freeze(pl_module, train_bn=False)
+
+    def finetune_function(
+        self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer
+    ) -> None:
+        if epoch == 0:
+            self.make_trainable(pl_module)

@@ -10,7 +10,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import BatchPlan, Clip
 from torsh_trainer_lightning.adapter import Configured, configured
 from torsh_trainer_lightning.loop.driver import LightningLoop
-from torsh_trainer_lightning.loop.saved import check_processes, lightning_state
+from torsh_trainer_lightning.loop.loaded import check_processes, lightning_state
 from torsh_trainer_lightning.loop.stages import Stages
 
 
@@ -52,8 +52,12 @@ class LightningCourse(Course):
     def reads(self, resume: str) -> bool:
         return resume.endswith(".ckpt")
 
-    def goes_on(self) -> None:
-        self.stages.without_ckpt()
+    def goes_on(self, saved: Mapping[str, Any]) -> None:
+        if "lightning" in saved.get("task", {}):
+            own = lightning_state(saved)["torsh_trainer"]
+            self.stages.without_ckpt(*(frozenset(own.get(n, ())) for n in ("left_out", "freed")))
+        else:
+            self.stages.without_ckpt(frozenset(), frozenset())
 
     def restored(self, saved: Mapping[str, Any], processes: int) -> Restored:
         if "lightning" not in saved["task"]:
@@ -86,7 +90,7 @@ class LightningCourse(Course):
     def configure(self, module: Any) -> Configured:
         """What ``configure_optimizers`` gives, called once the engine holds the parameters."""
         if self.stages.trains:
-            with self.stages.facade.guarded():
+            with self.stages.facade.guarded(), self.stages.thaw.undone():
                 self.configured = configured(module)
             if self._sgd_lr is not None:
                 self.configured = self.configured.plain(self._sgd_lr, manual=self.manual)

@@ -11,7 +11,6 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch.trainer import call
 from torch import Tensor
 
 from torsh_trainer.callbacks.base import (
@@ -32,6 +31,7 @@ from torsh_trainer.strategies.base import Clip, StepOutcome
 from torsh_trainer.strategies.state import load_groups
 from torsh_trainer_lightning.adapter import rejoined
 from torsh_trainer_lightning.loop.fit import Host
+from torsh_trainer_lightning.loop.hooked import OPTIMIZERS, SAVE, is_hooked
 from torsh_trainer_lightning.loop.kept import (
     Entries,
     check_merging,
@@ -40,13 +40,9 @@ from torsh_trainer_lightning.loop.kept import (
     merged,
     restored,
 )
+from torsh_trainer_lightning.loop.loaded import check_processes, set_restored, told_of_load
 from torsh_trainer_lightning.loop.order import check_data
-from torsh_trainer_lightning.loop.saved import (
-    check_processes,
-    lightning_state,
-    saved_state,
-    set_restored,
-)
+from torsh_trainer_lightning.loop.saved import Saved, saved_state
 from torsh_trainer_lightning.loop.stages import Stages
 
 log = logging.getLogger(__name__)
@@ -115,6 +111,7 @@ class LightningLoop(OwnLoop, Host):
                     self._stages.start("fit", self._restore)
                     if self.wants_stop:
                         facade.should_stop = True
+                    self._check_hooks()
                     self._since = (time.perf_counter(), self.position.samples, self._batches)
                     facade.drive()
                     self._conclude()
@@ -425,7 +422,11 @@ class LightningLoop(OwnLoop, Host):
             callback.on_save(report)
 
     def state(self, *, template: bool = False) -> dict[str, Any]:
+        saved = Saved({}, self._stages.left_out) if template else self._saved()
         engine = self.engine.state_template() if template else self.engine.state_dict()
+        if saved.left_out:
+            weights = {n: v for n, v in engine["model"].items() if n not in saved.left_out}
+            engine = {**engine, "model": weights}
         rank = f"rank_{self._comm.world.rank}"
         return {
             **self._parts.about,
@@ -438,7 +439,7 @@ class LightningLoop(OwnLoop, Host):
                 "logged": {rank: kept(self._epochs._results)} if self._in_the_middle else {},
             },
             "schedule": {},
-            "task": {} if template else {"lightning": self._saved()},
+            "task": saved.parts,
             "callbacks": states_of(self._parts.callbacks),
             "feed": {rank: dict(self._draws)} if self._draws else {},
             "rng": {rank: rng_state(self._comm.device)},
@@ -454,16 +455,36 @@ class LightningLoop(OwnLoop, Host):
         epoch: Any = self._facade.fit_loop.epoch_progress.current
         return bool(epoch.processed < epoch.ready)
 
-    def _saved(self) -> bytes:
+    def _saved(self) -> Saved:
         batches = self._epochs.batch_progress.current.ready
         return saved_state(
             self._facade,
-            world_size=self._comm.world.size,
+            self._comm,
             batches=batches if self._in_the_middle else None,
+            freed=self._stages.thaw.freed,
+            trusted=self._stages.trust_ckpt,
         )
 
+    def _check_hooks(self) -> None:
+        """Looks at what checkpoint hooks make of this moment, before anything is trained.
+
+        Raises:
+            ConfigError: what could not be saved.
+        """
+        facade = self._facade
+        if not (self._saves and is_hooked(facade, SAVE)):
+            return
+        draws = rng_state(self._comm.device)
+        try:
+            self._saved()
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it may need what training makes
+            log.debug("a hook %s fails before training: %s", SAVE, error)
+        set_rng_state(draws, self._comm.device)
+
     def load(self, state: Mapping[str, Any]) -> None:
-        self.engine.load_state_dict(state["engine"])
+        self._load_engine(state["engine"])
         self.position = Position.of(state["position"])
         self.skipped = self.position.skipped
         self.metrics = dict(state["loop"].get("metrics", {}))
@@ -474,7 +495,10 @@ class LightningLoop(OwnLoop, Host):
         rank = f"rank_{self._comm.world.rank}"
         if "lightning" not in state["task"]:
             return
-        found = lightning_state(state)
+        stages = self._stages
+        found = told_of_load(
+            stages.facade, self._comm, state, trusted=stages.trust_ckpt, trains=stages.trains
+        )
         self._pending = {
             "state": found,
             "draws": state["feed"].get(rank),
@@ -482,12 +506,14 @@ class LightningLoop(OwnLoop, Host):
             "logged": state["loop"].get("logged", {}),
             "optimizers": state["engine"]["optimizer"],
         }
-        facade = self._facade
-        facade._checkpoint_connector._loaded_checkpoint = found
-        call._call_lightning_module_hook(facade, "on_load_checkpoint", found)
-        facade._checkpoint_connector.restore_datamodule()
-        facade._checkpoint_connector.restore_callbacks()
-        facade._checkpoint_connector._loaded_checkpoint = {}
+
+    def _load_engine(self, saved: Mapping[str, Any]) -> None:
+        """Weights that the hooks of a save have left out stay what they are."""
+        if self._stages.left_out:
+            held = self.engine.state_dict()["model"]
+            own = {name: held[name] for name in self._stages.left_out if name in held}
+            saved = {**saved, "model": {**own, **saved["model"]}}
+        self.engine.load_state_dict(saved)
 
     def _take_over(self, logged: Mapping[str, bytes]) -> None:
         """What was logged so far in the epoch, by rank."""
@@ -506,6 +532,8 @@ class LightningLoop(OwnLoop, Host):
             return
         facade, found = self._facade, pending["state"]
         self._regroup(pending["optimizers"])
+        if OPTIMIZERS in found:  # a hook has changed them
+            facade.strategy.load_optimizer_state_dict(found)
         own, frame = found["torsh_trainer"], facade.fit_loop
         for config, state in zip(facade.lr_scheduler_configs, found["lr_schedulers"], strict=True):
             config.scheduler.load_state_dict(state)

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.strategies.base import Engine
-from torsh_trainer_lightning.adapter import Configured, joined
+from torsh_trainer_lightning.adapter import Configured, Thaw, joined
 from torsh_trainer_lightning.loop.ckpt import read_ckpt
 from torsh_trainer_lightning.loop.facade import Facade
 
@@ -39,19 +39,30 @@ class Stages:
         self._device = device
         self._first = stages[0]
         self._ckpt_path = ckpt_path
-        self._trust_ckpt = trust_ckpt
+        self.trust_ckpt = trust_ckpt
+        self.thaw = Thaw(module)
+        self.left_out: frozenset[str] = frozenset()
+        """Weights that the checkpoint of ours, which the run goes on from, does without."""
+        self._freed: frozenset[str] = frozenset()
+
         self._begun: str | None = None
         self._modes: list[tuple[Any, bool]] = []
         self._draws: Mapping[str, Any] = rng_state(device)
 
-    def without_ckpt(self) -> None:
-        """The run goes on from a checkpoint of its own."""
+    def without_ckpt(self, left_out: frozenset[str], freed: frozenset[str]) -> None:
+        """The run goes on from a checkpoint of its own, which is without the weights ``left_out``;
+        ``freed`` are those that train by then of a module that began with none."""
         self._ckpt_path = None
+        self.left_out = left_out
+        self._freed = freed
 
     def model(self) -> LightningModule:
         """The module, set up and configured for the first stage."""
         self._begin(self._first)
         self._modes = [(each, each.training) for each in self.module.modules()]
+        self.thaw = Thaw(self.module)
+        if self.trains:
+            self.thaw.begin()
         return self.module
 
     def configured(self) -> None:
@@ -62,6 +73,8 @@ class Stages:
         """Puts the engine under the facade; the module keeps its modes."""
         for each, training in self._modes:
             each.training = training
+        if self.trains:
+            self.thaw.end(self._freed)
         joined(configured, engine)
         strategy: Any = self.facade.strategy
         strategy.attach(engine, configured)
@@ -82,7 +95,7 @@ class Stages:
     def _begin(self, stage: str) -> None:
         set_rng_state(self._draws, self._device)
         path, self._ckpt_path = self._ckpt_path, None
-        ckpt = None if path is None else (path, read_ckpt(path, trusted=self._trust_ckpt))
+        ckpt = None if path is None else (path, read_ckpt(path, trusted=self.trust_ckpt))
         with self.facade.guarded():
             self.facade.begin(stage, self.module, self._datamodule, ckpt=ckpt)
         self._begun = stage
