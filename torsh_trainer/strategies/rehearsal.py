@@ -82,6 +82,8 @@ def refuse_unsharded(optimizer: Optimizer, comm: Communicator) -> None:
     if _is_known(optimizer, _BY_ELEMENT) and not _is_fused_elsewhere(optimizer):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not parameters:
+        return
 
     def find(stand_ins: _StandIns) -> str:
         every = range(len(parameters))

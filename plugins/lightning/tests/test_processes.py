@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
 from scripts import SCRIPT, state, trained
 from torsh_mpi.seats import Mpirun
 from torsh_trainer_lightning import TorshStrategy
@@ -107,6 +108,21 @@ def test_the_script_of_an_allocation_waits_for_nobody(monkeypatch):
     here = TorshStrategy("ddp", cluster_environment=LightningEnvironment())
     trainer = L.Trainer(strategy=here, **flags)
     assert not trainer.strategy.cluster_environment.creates_processes_externally
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_one_process_needs_no_variable_of_a_step(monkeypatch, tmp_path, name):
+    set_all(monkeypatch, {"SLURM_JOB_NAME": "train", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "7"})
+    flags = {"devices": 1, "accelerator": "cpu", "fast_dev_run": True, "logger": False}
+    alone = L.Trainer(**flags)
+    alone.fit(BoringModel())
+    for strategy in (f"torsh_{name}", TorshStrategy(name)):
+        trainer = L.Trainer(strategy=strategy, default_root_dir=tmp_path, **flags)
+        trainer.fit(BoringModel())
+        assert (trainer.global_rank, trainer.world_size) == (alone.global_rank, alone.world_size)
+        assert trainer.global_step == alone.global_step
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def test_a_step_of_slurms_is_queued_again_as_lightning_would(monkeypatch):

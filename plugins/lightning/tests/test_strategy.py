@@ -120,10 +120,9 @@ def fitted(
         accelerator="cpu",
         default_root_dir=folder,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_steps": STEPS, "limit_val_batches": 0, **flags},
+        **{"max_steps": STEPS, "limit_val_batches": 0, "enable_checkpointing": False, **flags},
     )
     trainer.fit(module, loader(), loader(16), ckpt_path=ckpt_path)
     return trainer

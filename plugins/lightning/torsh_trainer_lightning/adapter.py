@@ -11,13 +11,14 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import Engine, Job, Strategy
 from torsh_trainer.task import DataSource, Task
+from torsh_trainer_lightning.whole import is_cut
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,17 @@ def configured(module: LightningModule) -> Configured:
     """Calls ``configure_optimizers`` as Lightning does, with its checks of what comes back.
 
     The module has its trainer by then, and its parameters are what the engine holds.
+
+    Raises:
+        ConfigError: an optimizer has tensors that are none of these.
     """
     optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    own = {id(p) for p in module.parameters()}
+    for optimizer in optimizers:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        others = [tensor for tensor in tensors if id(tensor) not in own]
+        if others:
+            raise _not_of(module, optimizer, others, len(tensors))
     return Configured(tuple(optimizers), tuple(schedulers))
 
 
@@ -112,6 +122,25 @@ class Thaw:
             yield
         finally:
             self.begin()
+
+
+def _not_of(
+    module: LightningModule, optimizer: Optimizer, others: Sequence[Tensor], count: int
+) -> ConfigError:
+    """Why ``others``, of the ``count`` tensors that an optimizer has, are not the module's."""
+    kind = type(optimizer).__name__
+    cut = {p.shape for p in module.parameters() if is_cut(p)}
+    if any(tensor.shape in cut for tensor in others):
+        return ConfigError(
+            f"{len(others)} of the {count} parameters of the optimizer {kind} are not those that "
+            "the strategy has cut over the processes: it was made before",
+            fix="build it in configure_optimizers, over self.parameters()",
+        )
+    return ConfigError(
+        f"the optimizer {kind} has a tensor of shape {tuple(others[0].shape)} which is no "
+        "parameter of the module: its gradient would not be averaged over processes",
+        fix="make it an nn.Parameter of the module",
+    )
 
 
 class ModuleTask(Task):

@@ -94,6 +94,33 @@ class StepEnvironment(WorldEnvironment, SLURMEnvironment):
         self.requeue_signal = signal.SIGUSR1 if like is None else like.requeue_signal
 
 
+class ScriptEnvironment(SLURMEnvironment):
+    """The script or shell of an allocation of Slurm's: one process, whatever its variables say.
+
+    ``like`` is Lightning's own, which looks for variables that only a step has.
+    """
+
+    def __init__(self, like: SLURMEnvironment) -> None:
+        self.auto_requeue = like.auto_requeue
+        self.requeue_signal = like.requeue_signal
+
+    def world_size(self) -> int:
+        """One."""
+        return 1
+
+    def global_rank(self) -> int:
+        """The first."""
+        return 0
+
+    def local_rank(self) -> int:
+        """The first on its host."""
+        return 0
+
+    def node_rank(self) -> int:
+        """On the first host."""
+        return 0
+
+
 FOUND_BY_LIGHTNING = (
     KubeflowEnvironment,
     LightningEnvironment,
@@ -114,6 +141,8 @@ def settled(
     found = outside(variables)
     if isinstance(found, StepEnvironment) and isinstance(given, SLURMEnvironment):
         return StepEnvironment(found.world, like=given)
+    if isinstance(given, SLURMEnvironment) and not Slurm().is_step(variables):
+        return ScriptEnvironment(given)
     return found or given
 
 

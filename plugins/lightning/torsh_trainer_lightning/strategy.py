@@ -27,7 +27,7 @@ from torsh_trainer.precision import Precision
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job
 from torsh_trainer.world import World
-from torsh_trainer_lightning import whole
+from torsh_trainer_lightning import cut, whole
 from torsh_trainer_lightning.adapter import (
     Configured,
     ModuleTask,
@@ -101,8 +101,10 @@ class EngineStrategy(Processes, ParallelStrategy):
         """Takes an engine, and what ``configure_optimizers`` has given for it.
 
         Raises:
-            Unsupported: an optimizer that the engine cannot step.
+            Unsupported: an optimizer that the engine cannot step, or something that does not go
+                with a module which it has cut.
         """
+        cut.refuse(self._module.trainer, self._module)
         self._engine = engine
         self._together = self._agreement(engine)
         self.configured = configured
@@ -275,6 +277,17 @@ class EngineStrategy(Processes, ParallelStrategy):
         rejoined(self.configured, self.engine)
 
     # -- checkpoints: whole, on rank 0 -----------------------------------------------------------
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes it, on rank 0.
+
+        Raises:
+            Unsupported: it holds a part of a module that is cut.
+        """
+        cut.refuse_parameters(self._module)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
     def held(self) -> Held:

@@ -275,7 +275,7 @@ class LightningTask(Task):
             ", ".join(loading): (bool(loading), _LOADERS),
             f"trainer.ema_decay={trainer.ema_decay}": (
                 trainer.ema_decay is not None,
-                "use task.callbacks with lightning.pytorch.callbacks.EMAWeightAveraging",
+                "use task.callbacks with lightning.pytorch.callbacks.EMAWeightAveraging, under ddp",
             ),
             "trainer.compile=true": (
                 trainer.compile,

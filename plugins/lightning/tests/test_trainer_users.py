@@ -1,0 +1,136 @@
+"""What scripts for Lightning's Trainer do: trained as under its strategies, or refused first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from test_strategy import Net, fitted
+from torch import nn
+
+from torsh_trainer.errors import ConfigError, Unsupported
+
+
+class MadeEarly(Net):
+    """Its optimizer is made in the constructor, over whole parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class Beside(Net):
+    """Its optimizer has a tensor that the module does not know."""
+
+    def configure_optimizers(self) -> Any:
+        beside = torch.ones(7, requires_grad=True)
+        return torch.optim.SGD([*self.parameters(), beside], lr=0.1)
+
+
+class NoOptimizer(Net):
+    """Goes through its batches and steps nothing."""
+
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Brought(Net):
+    """A part of it comes from outside, and is a hyperparameter too, as in the Hydra template."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(super().forward(x))
+
+
+def seeded(kind: type[Net]) -> Net:
+    """The same module whenever it is asked for."""
+    L.seed_everything(11, verbose=False)
+    return kind()
+
+
+def test_an_optimizer_made_early_trains_where_parameters_are_whole_else_is_refused(tmp_path):
+    theirs = seeded(MadeEarly)
+    fitted("ddp", theirs, tmp_path)
+    torch.distributed.destroy_process_group()
+    ours = seeded(MadeEarly)
+    fitted("torsh_ddp", ours, tmp_path)
+    assert ours.losses == theirs.losses
+    torch.distributed.destroy_process_group()
+    sharded = seeded(MadeEarly)
+    with pytest.raises(ConfigError, match=r"7 of the 7 parameters.*build it in configure_optimiz"):
+        fitted("torsh_fsdp", sharded, tmp_path)
+    assert not sharded.losses
+
+
+@pytest.mark.parametrize("name", ["torsh_single", "torsh_fsdp"])
+def test_a_tensor_that_is_no_parameter_of_the_module_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"shape \(7,\) which is no parameter of the module"):
+        fitted(name, seeded(Beside), tmp_path)
+
+
+def test_a_module_without_an_optimizer_goes_through_its_batches(tmp_path):
+    theirs, ours = seeded(NoOptimizer), seeded(NoOptimizer)
+    fitted("ddp", theirs, tmp_path)
+    torch.distributed.destroy_process_group()
+    fitted("torsh_fsdp", ours, tmp_path)
+    torch.testing.assert_close(ours.losses, theirs.losses)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [EMAWeightAveraging, WeightAveraging, lambda: StochasticWeightAveraging(1e-2, 1)],
+    ids=["ema", "average", "swa"],
+)
+def test_weights_are_averaged_where_they_are_whole(tmp_path, made):
+    flags = {"max_steps": -1, "max_epochs": 3, "limit_val_batches": 2}
+    theirs, ours = seeded(Net), seeded(Net)
+    one = fitted("ddp", theirs, tmp_path, callbacks=[made()], **flags)
+    torch.distributed.destroy_process_group()
+    other = fitted("torsh_ddp", ours, tmp_path, callbacks=[made()], **flags)
+    assert ours.losses == theirs.losses
+    for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
+        assert a.equal(b)
+    assert one.callback_metrics["val"] == other.callback_metrics["val"]
+    torch.distributed.destroy_process_group()
+    refused, callback = seeded(Net), made()
+    words = f"{type(callback).__name__} averages whole weights.*use the strategy ddp"
+    with pytest.raises(Unsupported, match=words):
+        fitted("torsh_fsdp", refused, tmp_path, callbacks=[callback], **flags)
+    assert not refused.losses
+
+
+def brought() -> Brought:
+    L.seed_everything(11, verbose=False)
+    return Brought(nn.Linear(3, 3))
+
+
+def test_hyperparameters_that_are_cut_are_refused_where_a_checkpoint_would_hold_them(tmp_path):
+    words = r"'net' is a part of the module.*save_hyperparameters\(ignore=\[\"net\"\]\)"
+    refused, saves = brought(), {"enable_checkpointing": True}
+    with pytest.raises(Unsupported, match=words):
+        fitted("torsh_fsdp", refused, tmp_path, callbacks=[ModelCheckpoint(tmp_path)], **saves)
+    assert not refused.losses
+    torch.distributed.destroy_process_group()
+    never_saved = brought()
+    trainer = fitted("torsh_fsdp", never_saved, tmp_path)
+    assert never_saved.losses
+    with pytest.raises(Unsupported, match=words):
+        trainer.save_checkpoint(tmp_path / "late.ckpt")
+    torch.distributed.destroy_process_group()
+    fitted("torsh_ddp", brought(), tmp_path, callbacks=[ModelCheckpoint(tmp_path)], **saves)
+    assert list(tmp_path.glob("*.ckpt"))
