@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.trainer import call
@@ -462,8 +462,11 @@ class LightningLoop(OwnLoop, Host):
             batches=batches if self._in_the_middle else None,
         )
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(
+        self, state: Mapping[str, Any], *, has_loaded: Callable[[], object] = lambda: None
+    ) -> None:
         self.engine.load_state_dict(state["engine"])
+        has_loaded()
         self.position = Position.of(state["position"])
         self.skipped = self.position.skipped
         self.metrics = dict(state["loop"].get("metrics", {}))
