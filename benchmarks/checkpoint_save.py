@@ -28,7 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.checkpoint_ways import ASYNC, DCP, MODELS, SYNC, WAYS, Lightning, Training, Way
+from benchmarks.checkpoint_ways import (
+    ASYNC,
+    DCP,
+    MODELS,
+    SYNC,
+    UNCHECKED,
+    WAYS,
+    Lightning,
+    Training,
+    Way,
+)
 from benchmarks.comparing import Spread, in_new_process, in_turns
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +56,7 @@ HEAD = (
     "of DCP's load",
 )
 
-LOADED = (SYNC, DCP)
+LOADED = (SYNC, UNCHECKED, DCP)
 """What is loaded too; their asynchronous saves write the same files."""
 
 

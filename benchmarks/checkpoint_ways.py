@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
+from torsh_trainer.checkpoint.plain import dotted
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.strategies.state import optimizer_state
 
@@ -189,7 +190,16 @@ class Torsh(Way):
         self.saver.wait()
 
     def load(self) -> None:
-        self._saver().load(self._state())  # a new one: it verifies the files anew
+        saver, state = self._saver(), self._state()
+        saver.load(state)  # a new one: it verifies the files anew
+        if self.options.check_loaded:
+            self._check(saver, state)
+
+    def _check(self, saver: DcpCheckpointer, state: dict[str, Any]) -> None:
+        """As a run that resumes compares what it then holds with what was saved."""
+        saved = {dotted(path): one for path, one in (saver.hashes(self.newest) or {}).items()}
+        held = saver.held(state, sorted(saved))
+        assert all(held[name].covers(one.sum) for name, one in saved.items())
 
     def path(self, number: int) -> Path:
         return self.folder / f"step-{number:08d}"
@@ -204,6 +214,12 @@ class Torsh(Way):
         model, optimizer = self.training.model, self.training.optimizer
         slots = {"main": optimizer_state(optimizer, self.names)}
         return {"engine": {"model": dict(model.state_dict()), "optimizer": slots}}
+
+
+class TorshUnchecked(Torsh):
+    """checkpoint.mode=sync, without hashes."""
+
+    options = CheckpointOptions(mode="sync", check_loaded=False)
 
 
 class TorshAsync(Torsh):
@@ -231,10 +247,12 @@ class Lightning(Way):
 
 
 SYNC = "ToRSh Trainer, mode=sync"
+UNCHECKED = "ToRSh Trainer, mode=sync, check_loaded=false"
 ASYNC = "ToRSh Trainer, mode=async"
 DCP = "DCP save"
 WAYS: dict[str, type[Way]] = {
     SYNC: Torsh,
+    UNCHECKED: TorshUnchecked,
     ASYNC: TorshAsync,
     "torch.save": TorchSave,
     DCP: Dcp,

@@ -8,7 +8,7 @@ callbacks, signals, checkpoints and the command line stay those of every run.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -173,8 +173,14 @@ class OwnLoop(abc.ABC):
         ``template`` is for a checkpoint to fill."""
 
     @abc.abstractmethod
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state`` gave, filled by a checkpointer."""
+    def load(
+        self, state: Mapping[str, Any], *, has_loaded: Callable[[], object] = lambda: None
+    ) -> None:
+        """Takes what ``state`` gave, filled by a checkpointer.
+
+        ``has_loaded`` is called once the engine has its part, before anything of the user's may
+        change that.
+        """
 
 
 class Course(abc.ABC):

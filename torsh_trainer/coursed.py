@@ -78,6 +78,10 @@ class CoursedRank(Rank):
     def restored(self, saved: Mapping[str, Any]) -> Restored:
         return self.course.restored(saved, self.world.size)
 
+    @property
+    def changes_loaded(self) -> str:
+        return type(self.task).__name__
+
     def _info(self) -> RunInfo:
         info = super()._info()
         return info if self.course.sized else replace(info, batch_size=0, micro_batch_size=0)

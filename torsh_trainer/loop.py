@@ -516,9 +516,15 @@ class Loop:
         saves = {"at": self._saved_at, "path": self.saved, "run": self.checkpointer.run}
         return gathered({**self.state(), "saves": saves}, self.comm)
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``state`` gave, filled by a checkpointer, or ``snapshot``."""
+    def load(
+        self, state: Mapping[str, Any], *, has_loaded: Callable[[], object] = lambda: None
+    ) -> None:
+        """Takes what ``state`` gave, filled by a checkpointer, or ``snapshot``.
+
+        ``has_loaded`` is called once the engine has its part.
+        """
         self.engine.load_state_dict(state["engine"])
+        has_loaded()
         self.position = Position.of(state["position"])
         self.pace.load_state_dict(state["schedule"])
         self.task.load_state_dict(state["task"])

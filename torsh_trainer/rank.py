@@ -22,6 +22,7 @@ from torsh_trainer.checkpoint.base import Checkpointer
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.fit import Fit
 from torsh_trainer.checkpoint.memory import laid
+from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.setup import WORDS, Comparison, compare
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.comm.base import Communicator
@@ -42,6 +43,7 @@ from torsh_trainer.schedule.base import Schedule
 from torsh_trainer.stopping import Limits
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Mesh, Strategy
 from torsh_trainer.task import Task, parameter_count
+from torsh_trainer.trust import Trust
 from torsh_trainer.weights import freeze, load_pretrained
 from torsh_trainer.world import World
 
@@ -333,14 +335,36 @@ class Rank:
         self.engine.expect(self.origin.plain.get("engine", {}))
         template = loop.state(template=self.trains)
         resumption = self._compared(self.checkpointer.compare(template, path))
+        trust = self._trust(template, resumption.leave)
         loaded = self.checkpointer.load(template, path=path, leave=resumption.leave)
-        loop.load(resumption.completed(loaded, self.engine.optimizers))
+        loaded = resumption.completed(loaded, self.engine.optimizers)
+        if trust is None:
+            loop.load(loaded)
+        else:
+            trust.note(loaded)
+            loop.load(loaded, has_loaded=trust.check)
+            if self.changes_loaded:
+                trust.tell_changes(self.changes_loaded)
         if any(one.word == "data" for one in resumption.comparison.allowed):
             loop.feed_state = {}  # it is of other data, or of another order of them
         log.info("resumed from %s at step %d", path, loop.position.step)
         if self.trains:
             resume.apply_settings(self.engine, self.origin.setup, self.setup)
             _tell(resumption.comparison)
+
+    def _trust(self, template: Mapping[str, Any], leave: Iterable[Key]) -> Trust | None:
+        if not self.trainer.checkpoint.check_loaded:
+            return None
+        assert self.origin is not None
+        path, engine = self.origin.path, self.engine
+        return Trust(self.checkpointer, path, self.comm, engine, template, leave=leave)
+
+    @property
+    def changes_loaded(self) -> str:
+        """What of the user's may change the model once the engine has loaded; empty for none."""
+        kind = type(self.task)
+        own = kind.load_state_dict is not Task.load_state_dict
+        return f"{kind.__name__}.load_state_dict" if own else ""
 
     def _go_on(self, origin: Origin) -> None:
         """From what the processes of an earlier attempt have kept in memory.

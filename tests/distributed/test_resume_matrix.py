@@ -170,6 +170,9 @@ def distances(comm: Communicator, trainer: Trainer, change: Any, expected: Plain
             change(rank)
 
     stop = SAVED_AT if trainer.checkpoint.at_end else None
+    if change is not None:  # the check after a load would end the run before it shows
+        unchecked = dataclasses.replace(trainer.checkpoint, check_loaded=False)
+        trainer = dataclasses.replace(trainer, checkpoint=unchecked)
     leg = live(comm, trainer, Path(trainer.checkpoint.dir or ""), until=stop, change=keep)
     far: dict[str, Any] = {"steps": sorted(leg.losses), "loss": 0.0, "norm": 0.0}
     far["samples"] = {step: leg.consumed[step] for step in leg.consumed}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -103,8 +103,11 @@ class DescentLoop(OwnLoop):
             "rng": {"rank_0": rng_state(torch.device("cpu"))},
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(
+        self, state: Mapping[str, Any], *, has_loaded: Callable[[], object] = lambda: None
+    ) -> None:
         self.parts.engine.load_state_dict(state["engine"])
+        has_loaded()
         self.position = Position(**state["position"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ from torsh_trainer.checkpoint.store.retention import Keep
 from torsh_trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:  # looking for checkpoints needs no torch
-    from torch import Tensor
+    from torch import Tensor, dtype
 
     from torsh_trainer.checkpoint.fit import Fit
     from torsh_trainer.checkpoint.plain import Path as Key
@@ -34,6 +34,8 @@ class CheckpointOptions:
     checkpoint or a run directory. ``allow`` says in what a run may differ from the one that it
     goes on from: words of ``setup.WORDS``. ``storage_options`` go to the file system of a URL as
     they are. ``take_over`` takes a URL from a run on another host that has left its lock behind.
+    ``check_loaded`` writes a hash of every tensor with a save, and after a load compares what
+    model, optimizer and average then are with it.
     """
 
     dir: str | None = None
@@ -50,6 +52,7 @@ class CheckpointOptions:
     mode: Literal["sync", "async"] = "sync"
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     take_over: bool = False
+    check_loaded: bool = True
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "every_epochs", "keep_last", "keep_best", "keep_every"):
@@ -89,6 +92,32 @@ class FlatShard(NamedTuple):
     global_shape: tuple[int, ...]
     offset: int
     tensor: Tensor
+
+
+MODULUS = 1 << 64
+"""Of the hashes of tensors."""
+
+
+class Sum(NamedTuple):
+    """The hash of what was added up, and how many elements that were.
+
+    Ranks that hold the same elements add them up more than once.
+    """
+
+    elements: int
+    hash: int
+
+    def covers(self, whole: Sum) -> bool:
+        """Whether it is ``whole``, held once or several times, and nothing else."""
+        times, rest = divmod(self.elements, whole.elements)
+        return not rest and times > 0 and (self.hash - times * whole.hash) % MODULUS == 0
+
+
+class Hashed(NamedTuple):
+    """What was saved of a tensor: once, in that dtype."""
+
+    sum: Sum
+    dtype: dtype
 
 
 class Checkpointer(abc.ABC):
@@ -183,6 +212,21 @@ class Checkpointer(abc.ABC):
             ConfigError: there is none, or it does not fit ``state``; the message says where.
             ResourceError: a file of it is damaged; the message names it.
         """
+
+    def hashes(self, path: Location) -> Mapping[Key, Hashed] | None:
+        """By tensor, a hash of what was saved; None where the checkpoint has none.
+
+        Raises:
+            ResourceError: a file of it is damaged; the message names it.
+        """
+        return None
+
+    def held(self, state: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Sum]:
+        """What all ranks hold of the tensors of ``state`` with these dotted names.
+
+        Every rank names the same, and may hold some of them.
+        """
+        raise NotImplementedError("whoever gives hashes also sums up what is held")
 
     @abc.abstractmethod
     def steps(self) -> list[int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from torsh_trainer import __version__
-from torsh_trainer.checkpoint.base import Checkpointer, CheckpointOptions
+from torsh_trainer.checkpoint.base import Checkpointer, CheckpointOptions, Hashed, Sum
 from torsh_trainer.checkpoint.fit import (
     Fit,
     Shape,
@@ -28,10 +28,11 @@ from torsh_trainer.checkpoint.fit import (
     shape_of,
     without,
 )
-from torsh_trainer.checkpoint.plain import check_names, decode, encode, merge, split
+from torsh_trainer.checkpoint.plain import check_names, decode, dotted, encode, merge, split
 from torsh_trainer.checkpoint.state import plain_file, read_state
 from torsh_trainer.checkpoint.store.finding import first_sound, locate, offers
 from torsh_trainer.checkpoint.store.integrity import (
+    HASHES,
     METADATA,
     STATE,
     Digest,
@@ -188,7 +189,9 @@ class DcpCheckpointer(Checkpointer):
             if self._planner is None:
                 threads = spare_threads(world.local_size)
                 staging = Staging(threads=threads) if self._options.mode == "async" else None
-                self._planner = Planner(is_main=world.is_main, staging=staging)
+                self._planner = Planner(
+                    is_main=world.is_main, staging=staging, hashes=self._options.check_loaded
+                )
             self._planner.plain = encode(parts.plain)
             return self._planner, self._planner.hold(parts.tensors)
 
@@ -284,6 +287,31 @@ class DcpCheckpointer(Checkpointer):
         self._continue(found)
         return loaded
 
+    def hashes(self, path: Location) -> dict[Key, Hashed] | None:
+        # Importing torch.distributed.checkpoint takes 0.6 s: not before the first load.
+        from torsh_trainer.checkpoint.tensors import disk as stored
+        from torsh_trainer.checkpoint.tensors.hashes import parse_hashes
+
+        def look() -> tuple[dict[Key, Hashed] | None, None]:
+            if HASHES not in read_manifest(path).files:
+                return None, None
+            metadata = stored.read_metadata(path)
+            sums = parse_hashes((path / HASHES).read_text(encoding="utf-8"), metadata)
+            if sums is None:
+                return None, None
+            shapes = stored.shapes(metadata)
+            return {
+                p: Hashed(sums[name], shapes[p][1]) for p in shapes if (name := dotted(p)) in sums
+            }, None
+
+        found, _ = self._together("read the hashes of", path, look)
+        return found
+
+    def held(self, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Sum]:
+        from torsh_trainer.checkpoint.tensors.held import held_sums  # imported late: see load
+
+        return held_sums(split(state).tensors, names, self._comm)
+
     def steps(self) -> list[int]:
         self.wait()
         return self._from_main(
@@ -367,12 +395,16 @@ class DcpCheckpointer(Checkpointer):
 def _finish(room: Room, planner: Planner, written: list[Written]) -> dict[str, Digest]:
     """Rank 0's own files: plain values, and where every piece of every tensor lies."""
     from torsh_trainer.checkpoint.tensors.disk import metadata_file  # imported late: see save
+    from torsh_trainer.checkpoint.tensors.hashes import hashes_file
 
     plain = merge(decode(part.plain) for part in written)
     files = {
         STATE: plain_file(plain),
         METADATA: metadata_file(planner.metadata, [part.results for part in written]),
     }
+    sums = [part.sums for part in written]
+    if any(sums):
+        files[HASHES] = hashes_file(planner.metadata, sums)
     for name, content in files.items():
         write(room.writing / name, content)
     return {name: Digest.of(content) for name, content in files.items()}

@@ -39,7 +39,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     }
     groups = []
     for group in optimizer.param_groups:
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        settings = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names")}
         groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
     return {"state": state, "groups": groups}
 
@@ -47,6 +47,24 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
 def _densify(value: Any) -> Any:
     """A slot that a sparse gradient has left sparse, whole: a checkpoint holds no other."""
     return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
+
+
+def _number(setting: Any) -> Any:
+    """A setting as a checkpoint holds it: a learning rate may be a tensor."""
+    if isinstance(setting, Tensor) and setting.numel() == 1:
+        return setting.item()
+    if type(setting) in (tuple, list):
+        return type(setting)(map(_number, setting))
+    return setting
+
+
+def _like(held: Any, setting: Any) -> Any:
+    """``setting`` as the group holds it: a tensor stays the one that it is."""
+    if isinstance(held, Tensor) and not isinstance(setting, Tensor):
+        return held.fill_(setting) if held.numel() == 1 else setting
+    if type(held) is type(setting) and type(held) in (tuple, list) and len(held) == len(setting):
+        return type(held)(map(_like, held, setting))
+    return setting
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
@@ -102,7 +120,7 @@ def load_groups(
                 continue
             values = list(held.values())
             if all(_equal(value, values[0]) for value in values):
-                group[key] = values[0]
+                group[key] = _like(group[key], values[0])
             else:
                 log.warning(
                     "%s was saved as %s and shares a group now: it is %s from here on",

@@ -59,7 +59,8 @@ def one_leg(
         task=SentenceTask(TinyModelOptions(dropout=0.2, tied=True), optimizers="adamw"),
         strategy=strategy,
         loading=Loading(batch_size=8, micro_batch_size=2),
-        checkpoint=saving(folder, keep_last=1, resume=resume),
+        # The check after a load would end a run whose state is spoilt before that shows.
+        checkpoint=saving(folder, keep_last=1, resume=resume, check_loaded=change is None),
         log_every=1,
         eval_every_epochs=None,
         max_steps=STEPS,

@@ -83,7 +83,8 @@ def travel(
     """All losses by (step, samples) and norms by step of a run, and rank 0's state at its end."""
     whole: dict[str, Any] = {"losses": {}, "norms": {}}
     for number, (name, size, until) in enumerate(legs):
-        made = trainer(STRATEGIES[name], optimizer, saving(folder))
+        # The check after a load would end a run whose state is spoilt before that shows.
+        made = trainer(STRATEGIES[name], optimizer, saving(folder, check_loaded=change is None))
         ranks = shared(size).run(leg, made, folder, until, change if number else None)
         for rank in ranks:
             whole["losses"].update(rank["losses"])

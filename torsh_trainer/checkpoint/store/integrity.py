@@ -21,6 +21,7 @@ from torsh_trainer.files import parse_json, strict_json
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # where every piece of every tensor lies
 STATE = "state.json"  # plain values
+HASHES = "hashes.json"  # of every tensor; older releases wrote none
 FORMAT = "torsh_trainer.checkpoint"
 _LARGEST_MANIFEST_BYTES = 1 << 26
 

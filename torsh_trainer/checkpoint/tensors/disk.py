@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from torsh_trainer.checkpoint.base import Sum
 from torsh_trainer.checkpoint.plain import Leaf
 from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.store.integrity import METADATA, Digest
@@ -48,6 +49,8 @@ class Written(NamedTuple):
     files: dict[str, Digest]
     plain: Any
     """Its plain values, encoded."""
+    sums: dict[str, Sum]
+    """By tensor, the hash of what it wrote; empty where nothing was to be hashed."""
 
     def packed(self) -> Any:
         """As JSON can hold it."""
@@ -59,7 +62,8 @@ class Written(NamedTuple):
             for one in self.results
         ]
         files = {name: [file.size_bytes, file.crc32] for name, file in self.files.items()}
-        return {"results": results, "files": files, "plain": self.plain}
+        sums = {name: list(one) for name, one in self.sums.items()}
+        return {"results": results, "files": files, "plain": self.plain, "sums": sums}
 
     @classmethod
     def unpacked(cls, said: Any) -> Written:
@@ -73,7 +77,8 @@ class Written(NamedTuple):
             for name, at, number, size_bytes, path, offset, length in said["results"]
         ]
         files = {name: Digest(*file) for name, file in said["files"].items()}
-        return cls(results, files, said["plain"])
+        sums = {name: Sum(*one) for name, one in said["sums"].items()}
+        return cls(results, files, said["plain"], sums)
 
 
 def agree(planner: Planner, offers: list[SavePlan]) -> list[SavePlan]:
@@ -97,9 +102,10 @@ def write_tensors(planner: Planner, folder: Location) -> Written:
     writer = _Writer(folder)
     writer.set_up_storage_writer(is_coordinator=planner.is_coordinator)
     try:
+        sums = planner.sums()
         with _pieces_not_summed():
             results = writer.write_data(planner.plan, planner)
-        return Written(list(results.wait()), dict(writer.fs.digests), planner.plain)
+        return Written(list(results.wait()), dict(writer.fs.digests), planner.plain, sums)
     finally:
         planner.release()
 

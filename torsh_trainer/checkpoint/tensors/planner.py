@@ -31,10 +31,11 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.base import FlatShard, Sum
 from torsh_trainer.checkpoint.plain import Leaf, dotted
 from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.tensors.flat import Box, boxes_of, piece
+from torsh_trainer.checkpoint.tensors.hashes import sums_of
 from torsh_trainer.checkpoint.tensors.staging import Staging
 from torsh_trainer.errors import TrainingError
 
@@ -45,12 +46,17 @@ class Planner(DefaultSavePlanner):
     """One rank's share of a checkpoint; it is planned anew only when something differs.
 
     Ranks may offer different tensors (ZeRO-1's optimizer states); what several offer is written
-    once. With ``staging``, what is written is a copy that ``stage`` makes there.
+    once. With ``staging``, what is written is a copy that ``stage`` makes there. With ``hashes``
+    it also gives the ``sums`` of what this rank writes.
     """
 
-    def __init__(self, *, is_main: bool, staging: Staging | None = None) -> None:
+    def __init__(
+        self, *, is_main: bool, staging: Staging | None = None, hashes: bool = False
+    ) -> None:
         super().__init__()
         self.is_coordinator = is_main
+        self._hashes = hashes
+        self._sums: dict[str, Sum] | None = None
         self.state_dict: dict[str, Leaf] = {}
         self.staging = staging
         self.plain: Any = None
@@ -128,8 +134,21 @@ class Planner(DefaultSavePlanner):
         assert self.staging is not None
         copies = self.staging.copy(self._originals())
         indices = [item.index for item in self.plan.items]
+        if self._hashes and any(tensor.is_cuda for tensor in self._originals()):
+            self._sums = sums_of(self.plan.items, self._original)  # quicker than of the copies
         self._copies = dict(zip(indices, copies, strict=True))
         self.state_dict = {}
+
+    def sums(self) -> dict[str, Sum]:
+        """By tensor, the hash of what this rank writes; empty without ``hashes``."""
+        if not self._hashes:
+            return {}
+        known, self._sums = self._sums, None
+        return sums_of(self.plan.items, self.piece) if known is None else known
+
+    def offered_sums(self) -> dict[str, Sum]:
+        """By tensor, the hash of what this rank holds, whoever writes it."""
+        return sums_of(self.offer.items, self.piece)
 
     def release(self) -> None:
         """Lets go of the tensors of a save."""
@@ -142,7 +161,10 @@ class Planner(DefaultSavePlanner):
             self.staging.close()
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        index = write_item.index
+        return self.piece(write_item.index)
+
+    def piece(self, index: MetadataIndex) -> Tensor:
+        """The tensor to write, or its copy."""
         copied = self._copies.get(index)
         return self._original(index) if copied is None else copied
 

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections import ChainMap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -483,8 +483,11 @@ class LightningLoop(OwnLoop, Host):
             log.debug("a hook %s fails before training: %s", SAVE, error)
         set_rng_state(draws, self._comm.device)
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(
+        self, state: Mapping[str, Any], *, has_loaded: Callable[[], object] = lambda: None
+    ) -> None:
         self._load_engine(state["engine"])
+        has_loaded()
         self.position = Position.of(state["position"])
         self.skipped = self.position.skipped
         self.metrics = dict(state["loop"].get("metrics", {}))
