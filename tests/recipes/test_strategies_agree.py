@@ -52,11 +52,19 @@ def same(found: list[tuple[float, float]], alone: list[tuple[float, float]]) -> 
         ("fsdp", 1),
         ("ddp", 2),
         ("fsdp", 2),
+        ("gloo", 2),
+        ("mpi", 2),
+        ("deepspeed", 2),
+        ("horovod", 2),
         ("ddp", 4),
         ("fsdp", 4),
+        ("gloo", 4),
+        ("mpi", 4),
+        ("deepspeed", 4),
+        ("horovod", 4),
     ],
 )
-def test_every_strategy_on_any_number_of_processes_draws_the_same_curve(
+def test_every_strategy_draws_the_same_curve_with_dropout_on_any_number_of_processes(
     strategy: str, processes: int, alone: Any, warm_door: Any, tmp_path: Path
 ) -> None:
     words = [f"strategy={strategy}", f"launcher.num_processes={processes}"]
@@ -71,4 +79,4 @@ def test_so_do_processes_that_the_command_line_starts(
 
 def test_another_seed_draws_another_curve(alone: Any, warm_door: Any, tmp_path: Path) -> None:
     other = curve(warm_door, tmp_path / "run", "strategy=single", "trainer.seed=1")
-    assert other[0] != pytest.approx(alone[0], rel=1e-2)
+    assert other[0] != pytest.approx(alone[0], rel=1e-3)

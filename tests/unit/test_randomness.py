@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +91,19 @@ def test_masks_are_independent(axis):
         assert abs(chi_square(torch.bincount((2 * one + other).flatten(), minlength=4))) < 5
 
 
+@pytest.mark.parametrize(("one", "other"), [(0, 2), (0, 3), (1, 2), (2, 3), (0, 1)])
+def test_no_four_masks_add_up(one, other):
+    """Those of two steps and two samples, say: what keys of sums alone would leave."""
+    drawn = torch.stack([draw(step, times=8) for step in range(8)]).long()
+
+    def pairs(masks: Tensor, dim: int) -> Tensor:
+        size = masks.shape[dim]
+        return masks.narrow(dim, 0, size - 1) ^ masks.narrow(dim, 1, size - 1)
+
+    odd = pairs(pairs(drawn, one), other)
+    assert abs(chi_square(torch.bincount(odd.flatten(), minlength=2))) < 5
+
+
 def test_words_fill_their_range_evenly():
     with SampleDraws(nn.Identity(), CPU).of(micro_batch()):
         uniform, normal = torch.rand(64, 1001), torch.randn(64, 1001)
@@ -134,24 +149,137 @@ def test_outside_of_a_forward_and_with_a_generator_torch_draws():
         assert torch.equal(torch.rand(5), torch.rand(5, generator=torch.manual_seed(9)))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
+class Of(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.memory = nn.LSTM(3, 4, num_layers=2, dropout=0.5, batch_first=True)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.memory(x)[0]
+        return self.function(x)
+
+
+class Memory(nn.Module):
+    """A recurrent layer, which gives its states."""
+
+    def __init__(self, kind: type[nn.RNNBase], **knobs: Any) -> None:
+        super().__init__()
+        self.memory = kind(8, 8, num_layers=3, dropout=0.5, **knobs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory.batch_first:
+            return self.memory(x)[0]
+        return self.memory(x.transpose(0, 1))[0].transpose(0, 1)
+
+
+class Packed(Memory):
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = range(len(x), 0, -1)
+        packed = nn.utils.rnn.pack_padded_sequence(x, list(lengths), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.memory(packed)[0], batch_first=True)[0]
+
+
+def attend(x: Tensor) -> Tensor:
+    x = x.unsqueeze(1)
+    return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.4).squeeze(1)
+
+
+distributions = torch.distributions
+KEYED = {
+    "LSTM": lambda: Memory(nn.LSTM, batch_first=True, bidirectional=True),
+    "GRU": lambda: Memory(nn.GRU, batch_first=True),
+    "RNN with time first": lambda: Memory(nn.RNN),
+    "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True),
+    "attention": lambda: Of(attend),
+    "bf16": lambda: Of(lambda x: F.dropout(x.bfloat16(), 0.3).float()),
+    "channels": lambda: Of(lambda x: F.dropout3d(x[..., None, None], 0.5)[..., 0, 0]),
+    "features": lambda: nn.FeatureAlphaDropout(0.3),
+    "RReLU": nn.RReLU,
+    "RReLU in place": lambda: Of(lambda x: F.rrelu_(x.clone(), training=True)),
+    "gumbel": lambda: Of(lambda x: F.gumbel_softmax(x, hard=True)),
+    "multinomial": lambda: Of(lambda x: torch.multinomial(x[:, 0].exp(), 3).float()),
+    "normal": lambda: Of(lambda x: torch.normal(x, 2.0) + torch.normal(0.0, 1.0, x.shape)),
+    "truncated": lambda: Of(lambda x: nn.init.trunc_normal_(torch.empty_like(x))),
+    "randint": lambda: Of(lambda x: torch.randint_like(x, 5)),
+    "geometric": lambda: Of(lambda x: torch.empty_like(x).geometric_(0.3)),
+    "cauchy": lambda: Of(lambda x: torch.empty_like(x).cauchy_()),
+    "log normal": lambda: Of(lambda x: torch.empty_like(x).log_normal_()),
+    "categorical": lambda: Of(lambda x: distributions.Categorical(logits=x).sample().float()),
+    "Bernoulli": lambda: Of(lambda x: distributions.Bernoulli(logits=x).sample()),
+    "Laplace": lambda: Of(lambda x: distributions.Laplace(x, torch.ones_like(x)).rsample()),
+    "many normal": lambda: Of(
+        lambda x: distributions.MultivariateNormal(x, torch.eye(8)).rsample()
+    ),
+}
+
+
+def cut_in(model: nn.Module, x: Tensor, size: int) -> Tensor:
+    """Outputs of a step in micro-batches of ``size`` samples."""
+    draws, key, outputs = SampleDraws(model, CPU), ForwardKeys(5).of_step(3), []
+    for number, part in enumerate(x.split(size)):
+        place = Place(number, len(x) // size, Samples(number * size, len(part), key))
+        with draws.of(MicroBatch(None, 1.0, ForwardKeys.of_micro_batch(key, number), place)):
+            outputs.append(model(part))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kind", KEYED)
+def test_a_sample_draws_the_same_whatever_it_is_drawn_by(kind, caplog):
+    model, x = KEYED[kind](), torch.randn(12, 5, 8)
+    whole = cut_in(model, x, 12)
+    assert float(whole.detach().std()) > 0
+    for size in (6, 4, 1):
+        torch.testing.assert_close(cut_in(model, x, size), whole, rtol=1e-5, atol=1e-5)
+    assert not caplog.records
+
+
+def quantiles(kind: str, drawn: Tensor) -> Tensor:
+    """Uniform numbers, where ``drawn`` is distributed as ``kind`` says."""
+    if kind == "cauchy":
+        return drawn.double().atan() / torch.pi + 0.5
+    if kind == "log normal":
+        return torch.special.ndtr((drawn.double().log() - 1) / 2)
+    return (drawn - 0.125) / (1 / 3 - 0.125)
+
+
+@pytest.mark.parametrize("kind", ["cauchy", "log normal", "RReLU"])
+def test_what_torch_has_further_distributions_for_is_distributed_so(kind):
+    drawn = -cut_in(KEYED[kind](), -torch.ones(64, 1001), 64)
+    drawn = drawn if kind == "RReLU" else -drawn
+    assert abs(chi_square(torch.histc(quantiles(kind, drawn).float(), 64, 0, 1))) < 5
+
+
+def test_geometric_numbers_fall_by_a_factor():
+    drawn = cut_in(KEYED["geometric"](), torch.ones(64, 1001), 64).long()
+    counts = torch.bincount(drawn.flatten())
+    assert counts[0] == 0
+    for count, following in zip(counts[1:6].tolist(), counts[2:7].tolist(), strict=True):
+        assert abs(following / count - 0.7) < 5 / math.sqrt(following)
+
+
+def test_the_gradient_of_a_leaky_unit_has_the_slopes_that_were_drawn():
+    x = torch.randn(8, 33, requires_grad=True)
+    with SampleDraws(nn.RReLU(), CPU).of(micro_batch(count=8)):
+        y = F.rrelu(x, training=True)
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, (y / x).detach())
 
 
 class Foreign(nn.Module):
+    """Draws from Python from the second forward on."""
+
+    calls = 0
+
     def forward(self, x: Tensor) -> Tensor:
-        return x * random.random()
+        self.calls += 1
+        return x * random.random() if self.calls > 1 else x
 
 
 class Chosen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.RReLU()
+        self.inner = Of(lambda x: x[torch.randperm(len(x))])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * torch.poisson(x.abs())
@@ -160,18 +288,20 @@ class Chosen(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Recurrent(), ["bernoulli_ in memory (LSTM) cannot be drawn by sample"]),
+        (Packed(nn.LSTM, batch_first=True), ["bernoulli_ in memory (LSTM) cannot be drawn by"]),
+        (nn.MultiheadAttention(8, 2, 0.3), ["bernoulli_ in MultiheadAttention cannot be drawn by"]),
         (Foreign(), ["the forward draws from random, which no key reaches"]),
-        (Chosen(), ["rrelu_with_noise in inner (RReLU)", "poisson in Chosen"]),
+        (Chosen(), ["randperm.generator_out in inner (Of)", "poisson in Chosen"]),
     ],
 )
 def test_what_has_no_key_draws_by_micro_batch_and_is_named_once(model, words, caplog):
     draws = SampleDraws(model, CPU)
-    x = torch.randn(8, 8, 3)
+    x = torch.randn(8, 8, 8)
+    given = (x, x, x) if isinstance(model, nn.MultiheadAttention) else (x,)
     with caplog.at_level(logging.WARNING):
-        for _ in range(2):
+        for _ in range(4):
             with draws.of(micro_batch(count=8)):
-                model(x)
+                model(*given)
     for record, word in zip(caplog.records, words, strict=True):
         assert word in record.getMessage()
 

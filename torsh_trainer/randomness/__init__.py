@@ -19,7 +19,7 @@ from torsh_trainer.data.sampler import ForwardKeys
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.randomness import kernels
 from torsh_trainer.randomness.kernels import install
-from torsh_trainer.randomness.layout import Layout, layout_of
+from torsh_trainer.randomness.layout import Layout, layout_of, recurrent_layout_of
 from torsh_trainer.randomness.words import keys_of, places_of
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class SampleDraws(ForwardDraws):
         for kind in self._by_device:
             install(kind)
         self._parameters = frozenset(tuple(p.shape) for p in model.parameters())
-        self._time_major = _is_time_major(model)
+        self._time_major = any(_is_time_major(module) for module in model.modules())
+        self._recurrent = any(_drops_within(module) for module in model.modules())
         self._told: set[tuple[str, str]] = set()
         self._forwards = 0
         self._next_look = 1  # the number of the forward that is looked at
@@ -117,8 +118,8 @@ class SampleDraws(ForwardDraws):
 
     def keys(
         self, shape: Sequence[int], device: torch.device, operation: str
-    ) -> tuple[Tensor, tuple[int, ...]] | None:
-        """Keys (samples,) of the next draw, and the shape of one sample's; None: torch draws."""
+    ) -> tuple[Tensor, Layout] | None:
+        """Keys (samples,) of the next draw, and its layout; None: torch draws."""
         if not self._begun:
             self._begin()
         kind = device.type
@@ -139,7 +140,7 @@ class SampleDraws(ForwardDraws):
         keys = self._keys.get((block, shared, kind))
         if keys is None:
             keys = self._keys[block, shared, kind] = self._keys_of(samples, block, device, shared)
-        return keys[row], layout.shape
+        return keys[row], layout
 
     def leave(self, operation: str, shape: Sequence[int] = ()) -> None:
         """Says once where ``operation`` draws by micro-batch."""
@@ -172,6 +173,8 @@ class SampleDraws(ForwardDraws):
 
     def _layout(self, shape: Sequence[int], samples: int) -> Layout | None:
         """How ``shape`` is cut; the answers are kept."""
+        if self._recurrent and _is_recurrent_at_work():
+            return recurrent_layout_of(shape, samples)
         try:
             return self._layouts[shape, samples]
         except KeyError:
@@ -220,15 +223,25 @@ def _other_generators() -> list[tuple[str, Any]]:
     return found
 
 
-def _is_time_major(model: nn.Module) -> bool:
-    """Whether something in it lays out time before samples, as recurrent layers do within."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            if module.dropout > 0.0:
-                return True
-        elif getattr(module, "batch_first", True) is False:
-            return True
-    return False
+def _drops_within(module: nn.Module) -> bool:
+    """Whether it is a recurrent layer that drops between its layers."""
+    return isinstance(module, nn.RNNBase) and module.dropout > 0.0 and module.num_layers > 1
+
+
+def _is_time_major(module: nn.Module) -> bool:
+    """Whether it lays out time before samples, as recurrent layers always do within."""
+    return getattr(module, "batch_first", True) is False or _drops_within(module)
+
+
+_RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
+
+
+def _is_recurrent_at_work() -> bool:
+    """Whether torch's own recurrent layer asks, which calls its kernels with nothing between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(__name__):
+        frame = frame.f_back
+    return frame is not None and frame.f_code in _RECURRENT
 
 
 def _module_at_work(model: nn.Module) -> str:

@@ -9,6 +9,7 @@ generator of the caller's, or where samples cannot be told apart.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torsh_trainer.randomness.layout import Layout
 from torsh_trainer.randomness.words import (
     exponential_of,
     normal_of,
@@ -30,8 +32,8 @@ class Drawing(Protocol):
 
     def keys(
         self, shape: Sequence[int], device: torch.device, operation: str
-    ) -> tuple[Tensor, tuple[int, ...]] | None:
-        """Keys of the next draw's samples and the shape of one; None: torch draws, as it does."""
+    ) -> tuple[Tensor, Layout] | None:
+        """Keys of the next draw's samples and its layout; None: torch draws, as it does."""
 
     def leave(self, operation: str) -> None:
         """Says that torch draws, as it does."""
@@ -90,8 +92,11 @@ def _words(
     found = drawing.keys(tensor.shape, tensor.device, name)
     if found is None:
         return None
-    words = of(*found)
-    return words.view(*tensor.shape, 2) if of is pairs_of else words.view(tensor.shape)
+    keys, layout = found
+    words = of(keys, layout.shape)
+    if layout.time_first:
+        words = words.transpose(0, 1)
+    return words.reshape((*tensor.shape, 2) if of is pairs_of else tensor.shape)
 
 
 def _is_below(words: Tensor, p: float) -> Tensor:
@@ -152,6 +157,65 @@ def _exponential(drawing: Drawing, tensor: Tensor, rate: float = 1.0) -> Tensor 
     return None if words is None else tensor.copy_(exponential_of(words, tensor.dtype) / rate)
 
 
+def _log_normal(
+    drawing: Drawing, tensor: Tensor, mean: float = 1.0, std: float = 2.0
+) -> Tensor | None:
+    pairs = _words(drawing, tensor, "log_normal_", pairs_of)
+    if pairs is None or std <= 0.0:
+        return None
+    return tensor.copy_((normal_of(pairs, tensor.dtype) * std + mean).exp_())
+
+
+def _cauchy(
+    drawing: Drawing, tensor: Tensor, median: float = 0.0, sigma: float = 1.0
+) -> Tensor | None:
+    words = _words(drawing, tensor, "cauchy_")
+    if words is None or sigma <= 0.0:
+        return None
+    # In float64: the tangent of what float32 has nearest to a quarter turn is of another sign.
+    angle = uniform_of(words, torch.float64).sub_(0.5).mul_(torch.pi)
+    return tensor.copy_(angle.tan_().mul_(sigma).add_(median))
+
+
+def _geometric(drawing: Drawing, tensor: Tensor, p: float) -> Tensor | None:
+    if not 0.0 < p < 1.0:
+        return None
+    words = _words(drawing, tensor, "geometric_")
+    if words is None:
+        return None
+    return tensor.copy_((exponential_of(words, torch.float64) / -math.log1p(-p)).ceil_())
+
+
+def _rrelu(
+    drawing: Drawing,
+    tensor: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+) -> Tensor | None:
+    """Slopes of negative numbers; ``noise`` keeps them for the backward."""
+    words = _words(drawing, tensor, "rrelu_with_noise") if training else None
+    if words is None:
+        return None
+    slopes = uniform_of(words, tensor.dtype).mul_(upper - lower).add_(lower)
+    return tensor * noise.copy_(torch.where(tensor <= 0, slopes, 1.0))
+
+
+def _rrelu_in_place(drawing: Drawing, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    drawn = _rrelu(drawing, tensor, *args, **kwargs)
+    return None if drawn is None else tensor.copy_(drawn)
+
+
+def _multinomial(
+    drawing: Drawing, weights: Tensor, count: int, replacement: bool = False
+) -> Tensor | None:
+    """torch draws these by ``exponential_``, which has keys, unless it puts back."""
+    if replacement and count > 1:
+        drawing.leave("multinomial")
+    return None
+
+
 def _random(drawing: Drawing, tensor: Tensor, low: int, high: int | None) -> Tensor | None:
     if high is None or not 0 < high - low <= 2**31:
         drawing.leave("random_")
@@ -189,17 +253,17 @@ _KEYED: dict[str, Callable[..., Any]] = {
     "exponential_": _exponential,
     "random_.from": _random,
     "random_.to": _random_to,
+    "log_normal_": _log_normal,
+    "cauchy_": _cauchy,
+    "geometric_": _geometric,
+    "rrelu_with_noise": _rrelu,
+    "rrelu_with_noise_": _rrelu_in_place,
+    "multinomial": _multinomial,
     "native_dropout": _native_dropout,
 }
 _UNKEYED = (
     "random_",
-    "geometric_",
-    "cauchy_",
-    "log_normal_",
-    "rrelu_with_noise",
-    "rrelu_with_noise_",
     "randperm.generator_out",
-    "multinomial",
     "poisson",
     "binomial",
     "_standard_gamma",

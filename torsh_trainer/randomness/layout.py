@@ -7,10 +7,25 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """A draw of ``shape`` for each of ``samples`` samples; of 0 samples: one for them all."""
+    """A draw of ``shape`` for each of ``samples`` samples; of 0 samples: one for them all.
+
+    ``time_first`` says that the first dimension of ``shape`` lies before that of samples.
+    """
 
     samples: int
     shape: tuple[int, ...]
+    time_first: bool = False
+
+
+def recurrent_layout_of(shape: Sequence[int], samples: int) -> Layout | None:
+    """How a recurrent layer's (time, sequences, width) is cut, as many sequences a sample.
+
+    None: packed sequences, or others than samples.
+    """
+    if len(shape) != 3 or shape[1] % samples:
+        return None
+    time, sequences, width = shape
+    return Layout(samples, (time, sequences // samples, width), time_first=True)
 
 
 def layout_of(
