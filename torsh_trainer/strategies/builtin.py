@@ -84,6 +84,11 @@ class BuiltIn(Strategy):
             )
         model = modules.build(job, comm)
         modules.refuse_sparse(model, f"strategy={self.name}", use="use strategy=ddp")
+        if comm.world.size > 1:
+            modules.refuse_accumulated(model, self)
+            if self.zero1:
+                modules.refuse_overlapping(model, self, where="strategy.zero1=true")
+                modules.fill_holes(model)
         module = computing(model, job)
         modules.compiled(job, [module])
         reducer = reducer_for(knobs, model, job, comm)

@@ -120,6 +120,8 @@ class DDP(Strategy):
             modules.refuse_sparse(model, "strategy.overlap=false", use="set strategy.overlap=true")
         if self.zero1:
             modules.refuse_several_dtypes(model, "strategy.zero1=true", use="strategy.zero1=false")
+            modules.refuse_overlapping(model, self, where="strategy.zero1=true")
+            modules.fill_holes(model)
         module = computing(model, job)
         modules.compiled(job, [module])
         reducer = reducer_for(knobs, model, job, comm)

@@ -153,6 +153,7 @@ class FSDP(Strategy):
             Unsupported: a parameter cannot be cut, its hooks would be lost, or those of a unit are
                 of several dtypes.
         """
+        modules.refuse_overlapping(model, self)
         for name, p in model.named_parameters():
             why = "without dimensions" if p.dim() == 0 else "complex" if p.is_complex() else ""
             if not p.numel():

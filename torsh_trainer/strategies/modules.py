@@ -180,6 +180,72 @@ def refuse_kinds(
                 raise knobs.refuse(f"the parameter {name!r}, {why}", use="use strategy=ddp")
 
 
+def refuse_accumulated(model: nn.Module, knobs: Strategy) -> None:
+    """Refuses hooks on accumulated gradients, where a process has only its part of a gradient.
+
+    Raises:
+        Unsupported: names the first parameter that has one.
+    """
+    for name, p in model.named_parameters():
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise knobs.refuse(
+                f"the parameter {name!r} with a hook on its accumulated gradient "
+                "(register_post_accumulate_grad_hook), which is a part of the gradient on each "
+                "process",
+                use="put it on the gradients of backward (register_hook), or do it in a callback "
+                "after the step, or use strategy=single",
+            )
+
+
+def overlapping(model: nn.Module) -> tuple[str, str] | None:
+    """Two parameters, by name, that have elements in the same place of memory, if there are any."""
+    by_storage: dict[tuple[torch.device, int], list[tuple[str, nn.Parameter]]] = {}
+    for name, p in model.named_parameters():
+        if p.numel():
+            key = p.device, p.untyped_storage().data_ptr()
+            by_storage.setdefault(key, []).append((name, p))
+    for sharing in by_storage.values():
+        if len(sharing) > 1:
+            held = torch.zeros(sharing[0][1].untyped_storage().nbytes(), dtype=torch.int32)
+            for number, (name, p) in enumerate(sharing, 1):
+                # The first byte of every element; a view of another dtype is close enough.
+                size = p.element_size()
+                strides = [size * stride for stride in p.stride()]
+                places = held.as_strided(p.shape, strides, size * p.storage_offset())
+                if places.any():
+                    return sharing[int(places.max()) - 1][0], name
+                places.fill_(number)
+    return None
+
+
+def refuse_overlapping(model: nn.Module, knobs: Strategy, *, where: str = "") -> None:
+    """Refuses parameters that share a part of their memory, for an engine that takes them apart.
+
+    ``where`` is the knob by which it does, if it is one.
+
+    Raises:
+        Unsupported: names two of them.
+    """
+    found = overlapping(model)
+    if found is not None:
+        raise knobs.refuse(
+            f"{where + ': ' if where else ''}the parameters {found[0]!r} and {found[1]!r}, which "
+            "lie in the same memory, so that a step of one moves the other",
+            use="make them one parameter, or use strategy=ddp without zero1",
+        )
+
+
+@torch.no_grad()
+def fill_holes(model: nn.Module) -> None:
+    """Copies parameters with gaps between their elements, which no backend can send as they are.
+
+    They must not overlap: see ``refuse_overlapping``.
+    """
+    for p in model.parameters():
+        if torch.empty_like(p, device="meta").stride() != p.stride():
+            p.data = p.data.contiguous()
+
+
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The children, with parameters, of the longest nn.ModuleList or nn.Sequential."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,9 @@ from torsh_trainer_deepspeed.shards import (
 class DeepSpeedEngine(NativeEngine):
     """Stage 0: DeepSpeed holds whole parameters in fp32 and averages their gradients.
 
-    DeepSpeed divides a gradient by the number of ranks, which ``averaging_ranks`` undoes, and by
-    the number of accumulated micro-batches, which it is told not to do. ``replacement`` are the
-    functions that it would replace in the whole process.
+    Gradients are summed over ranks; where DeepSpeed can only average them, ``averaging_ranks``
+    undoes that. It would also divide by the number of accumulated micro-batches, which it is told
+    not to do. ``replacement`` are the functions that it would replace in the whole process.
     """
 
     emulates = False
@@ -58,19 +59,23 @@ class DeepSpeedEngine(NativeEngine):
             model=model,
             module=wrapped,
             eval_module=wrapped,
-            averaging_ranks=comm.world.size,
+            averaging_ranks=comm.world.size if wrapped.gradient_average else 1,
             optimizers=optimizers,
         )
         self._wrapped = wrapped
+        self._sums, self._means = not wrapped.gradient_average, wrapped.gradient_average
+        self._prologue = _alone_in_backward(wrapped)
         self._max_norm = max_norm
         self._replacement = replacement
         replacement.within(model)
         if not autocast:
             self._autocast = None
-        self._used: set[str] = set()
+        self._used: set[str] = set()  # those that a backward of this step has added to
+        self._reached: set[str] = set()  # those that this backward has
+        self._repeated: set[str] = set()  # and several times
         self._clip_ahead = Clip()
         self._hooks = [
-            p.register_post_accumulate_grad_hook(_noting(self._used, name))
+            p.register_post_accumulate_grad_hook(_noting(self._reached, self._repeated, name))
             for name, p in model.named_parameters()
             if p.requires_grad
         ]
@@ -79,7 +84,7 @@ class DeepSpeedEngine(NativeEngine):
     def _follow(self, change: Change) -> None:
         # DeepSpeed averages whatever trains; what is noted here is whether it was reached.
         self._hooks += [
-            p.register_post_accumulate_grad_hook(_noting(self._used, name))
+            p.register_post_accumulate_grad_hook(_noting(self._reached, self._repeated, name))
             for name, p in change.freed.items()
         ]
 
@@ -88,6 +93,7 @@ class DeepSpeedEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
+        self._reduce_to(mean=False)
         self._used.clear()
         report = super().forward_backward(micro_batches, total_weight, task)
         if len(self._used) < len(self._hooks):
@@ -108,11 +114,48 @@ class DeepSpeedEngine(NativeEngine):
             unused=unused,
         )
 
+    def _reduce_to(self, *, mean: bool) -> None:
+        """Makes what a gradient becomes the mean, or the sum, over ranks."""
+        if self._sums and mean != self._means:
+            self._means = mean
+            for holder in (self._wrapped, self._wrapped.optimizer):
+                if hasattr(holder, "gradient_average"):
+                    holder.gradient_average = mean
+
     def _backpropagate(self, loss: Tensor, factor: float) -> None:
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             raise TypeError("no scalar with a gradient")
-        with self._replacement.in_force():
-            self._wrapped.backward(loss * factor, scale_wrt_gas=False)
+        self._reached.clear()
+        scaled = loss * factor
+        scaled.register_hook(self._begin)
+        try:
+            with self._replacement.in_force():
+                self._wrapped.backward(scaled, scale_wrt_gas=False)
+        except AssertionError as error:
+            if not self._repeated and "already been reduced" not in str(error):
+                raise
+            raise self._refuse_repeated() from error
+        if self._repeated and self._sends_early:
+            raise self._refuse_repeated()
+        self._used |= self._reached
+
+    def _begin(self, _: Tensor) -> None:
+        """What DeepSpeed does at the beginning of its backward."""
+        self._prologue()
+
+    _sends_early = False
+    """A gradient leaves in the backward that made it, and nothing may be added to it later."""
+
+    def _refuse_repeated(self) -> Unsupported:
+        name = f"the parameter {min(self._repeated)!r}" if self._repeated else "a parameter"
+        return Unsupported(
+            f"backward has added several times to the gradient of {name} (a layer that is used "
+            "several times under torch.utils.checkpoint with use_reentrant=True), and DeepSpeed "
+            "sends it to the other processes after the first time",
+            fix="give that checkpoint use_reentrant=False, or set strategy.stage=0 or strategy=ddp "
+            "strategy.overlap=false",
+            strategy="deepspeed",
+        )
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
@@ -150,6 +193,7 @@ class DeepSpeedEngine(NativeEngine):
                 fix="take it out, or use strategy=ddp or strategy=fsdp",
                 strategy="deepspeed",
             )
+        self._reduce_to(mean=True)
         if sync:
             self._settle(loss, shrinks=not self._manual)
         with contextlib.nullcontext() if sync else self.without_sync():
@@ -241,8 +285,14 @@ class ZeroEngine(DeepSpeedEngine):
             push=self._push,
         )
         self._restore(masters, pieces)
+        zero = self._zero
+        early = ("partition_gradients", "overlap_comm")
+        self._sends_early = self._partitioned or any(getattr(zero, key, False) for key in early)
+        self._shares = self._shares_of_sum = 1
+        if not self._sums and hasattr(zero, "override_loss_scale"):
+            self._shares_of_sum = comm.world.size
         if self._scaler is not None:
-            self._zero.override_loss_scale(self._scaler.scale)
+            self._tell_scale()
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -271,7 +321,18 @@ class ZeroEngine(DeepSpeedEngine):
 
     def _backpropagate(self, loss: Tensor, factor: float) -> None:
         # DeepSpeed multiplies by the scale itself, and divides the gradients by it in its step.
-        super()._backpropagate(loss, factor / self._loss_scale)
+        try:
+            super()._backpropagate(loss, factor / self._loss_scale)
+        except RuntimeError as error:
+            if not self._partitioned or not _OF_FREED.search(str(error)):
+                raise
+            raise Unsupported(
+                "backward has met a parameter that stage 3 of DeepSpeed had freed: a loss that "
+                "takes a gradient itself (torch.autograd.grad), or reads parameters outside of the "
+                f"modules that they belong to, cannot be trained with it ({error})",
+                fix="set strategy.stage=2, or use strategy=ddp",
+                strategy="deepspeed",
+            ) from error
 
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
         if clip.value is not None:
@@ -289,8 +350,19 @@ class ZeroEngine(DeepSpeedEngine):
             self._ema.update()
         self._stepped(outcome)
         if self._scaler is not None:
-            self._zero.override_loss_scale(self._scaler.scale)
+            self._tell_scale()
         return outcome
+
+    def _reduce_to(self, *, mean: bool) -> None:
+        """Where DeepSpeed can only average, it unscales by so much less what is to be a sum."""
+        super()._reduce_to(mean=mean)
+        shares = 1 if mean else self._shares_of_sum
+        if shares != self._shares:
+            self._shares = shares
+            self._tell_scale()
+
+    def _tell_scale(self) -> None:
+        self._zero.override_loss_scale(self._loss_scale / self._shares)
 
     def close(self) -> None:
         super().close()
@@ -321,7 +393,7 @@ class ZeroEngine(DeepSpeedEngine):
         self._shards.load(state["model"], state["optimizer"][name]["state"])
         if self._scaler is not None and "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
-            self._zero.override_loss_scale(self._scaler.scale)
+            self._tell_scale()
         if self._ema is not None and "ema" in state:
             self._ema.load_state_dict(state["ema"])
         self._buffers.load(state.get("buffers", {}))
@@ -389,6 +461,11 @@ class ZeroEngine(DeepSpeedEngine):
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
+_OF_FREED = re.compile(
+    r"\[0\]|\(0\)|size 0|must be a matrix|invalid gradient|shapes cannot be multiplied"
+)
+"""What torch says of a tensor without elements where it expects a parameter."""
+
 _OWN = {"params", "param_names"}
 """What a group of the inner optimizer does not take over."""
 
@@ -409,11 +486,25 @@ def _note_whole_shapes(model: nn.Module) -> None:
         parameter.whole_shape = parameter.ds_shape
 
 
-def _noting(used: set[str], name: str) -> Callable[[Tensor], None]:
+def _noting(added: set[str], again: set[str], name: str) -> Callable[[Tensor], None]:
     def note(_: Tensor) -> None:
-        used.add(name)
+        if name in added:
+            again.add(name)
+        added.add(name)
 
     return note
+
+
+def _alone_in_backward(wrapped: Any) -> Callable[[], None]:
+    """Gives what begins DeepSpeed's backward, which then no other does.
+
+    DeepSpeed takes any gradient of the model's outputs for the step's own, and divides it by the
+    number of micro-batches: torch.autograd.grad within a loss would give another gradient.
+    """
+    prologue: Callable[[], None] = wrapped._backward_prologue
+    wrapped._backward_prologue = lambda: None
+    wrapped._backward_prologue_per_tensor = lambda gradient: gradient
+    return prologue
 
 
 def _no_value_clipping() -> Unsupported:

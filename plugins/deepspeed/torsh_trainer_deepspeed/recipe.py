@@ -57,6 +57,7 @@ def told(config: DeepSpeedConfig, job: Job, model: nn.Module, *, device: str) ->
     _automatic(config, values, model)
     zero = values["zero_optimization"]
     _own_settings(values, precision, stage=config.stage, half=half)
+    _reduction(config, values)
     left = replace(config, values=values).autos()
     if left:
         raise ConfigError(
@@ -431,6 +432,17 @@ def _own_settings(values: dict[str, Any], precision: Precision, *, stage: int, h
         values.pop("bf16", None)
     if precision.reduce != "fp32":
         values.setdefault("communication_data_type", precision.reduce)
+
+
+def _reduction(config: DeepSpeedConfig, values: dict[str, Any]) -> None:
+    """Sums instead of means where DeepSpeed has them: what hooks see does not follow the ranks.
+
+    Not where a file says how the mean is divided.
+    """
+    factor = values.get("gradient_predivide_factor", 1.0)
+    divides = values.get("prescale_gradients") or factor not in (1.0, AUTO)
+    if config.stage < 3 and not divides:
+        values["gradient_allreduce_op"] = "sum"
 
 
 # -- "auto", as Hugging Face defines it ------------------------------------------------------------

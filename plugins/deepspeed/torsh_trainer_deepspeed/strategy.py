@@ -195,13 +195,43 @@ class DeepSpeed(Strategy):
         model = modules.build(job, comm)
         modules.refuse_sparse(model, "strategy=deepspeed", use="use strategy=ddp")
         modules.refuse_kinds(model, self)
+        self._check_parameters(model, job, comm, stage)
         plan = told(config, job, model, device=comm.device.type)
         if plan.offloads and OPTIMIZER not in plan.swaps:
             library.check_memory(trained_elements(model), comm.world, library.available_bytes())
+        if comm.world.size > 1:
+            self._check_hooks(model, plan)
         job = replace(job, precision=plan.precision)
         self._check_ema(job, plan)
         optimizers = self._optimizers(job, model, config, plan)
         return self._engine(deepspeed, job, comm, config, plan, model, optimizers)
+
+    def _check_parameters(self, model: nn.Module, job: Job, comm: Communicator, stage: int) -> None:
+        """Makes parameters and buffers contiguous in memory, as DeepSpeed sends them.
+
+        Raises:
+            Unsupported: some share memory, or have hooks that would see another gradient.
+        """
+        tensors = [*model.parameters(), *model.buffers()]
+        if stage or not all(tensor.is_contiguous() for tensor in tensors):
+            modules.refuse_overlapping(model, self)
+        if comm.world.size > 1 or (stage > 1 and job.batch.accumulate > 1):
+            modules.refuse_accumulated(model, self)
+        for tensor in tensors:
+            tensor.data = tensor.data.contiguous()
+
+    def _check_hooks(self, model: nn.Module, plan: Told) -> None:
+        """Raises Unsupported for a hook that would see a gradient times the number of ranks."""
+        sums = plan.values.get("gradient_allreduce_op") == "sum"
+        unscales = plan.stage > 1 or (plan.stage == 1 and not plan.half)
+        for name, p in model.named_parameters():
+            if p._backward_hooks and not sums and not unscales:
+                raise self.refuse(
+                    f"the parameter {name!r} with a hook of its own beside prescale_gradients or "
+                    f"gradient_predivide_factor at stage {plan.stage}, where the hook sees the "
+                    "gradient times the number of processes",
+                    use="take these out of the file",
+                )
 
     def _check_ema(self, job: Job, plan: Told) -> None:
         if job.ema_decay is not None and (plan.stage == 3 or (plan.half and plan.stage)):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import Compressing
 from torsh_trainer.comm.failures import CommunicationError
+from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Clip, Engine, Job, LossReport, MicroBatch, StepOutcome
 from torsh_trainer.strategies.builtin import BuiltIn, BuiltInEngine
@@ -74,7 +75,13 @@ class HorovodEngine(NativeEngine):
     """Plain modules; ``horovod.torch.DistributedOptimizer`` reduces gradients from its hooks.
 
     Gradients are communicated in the last backward pass of a step, and are there when
-    ``forward_backward`` returns, before they are unscaled, measured and clipped.
+    ``forward_backward`` returns, before they are unscaled, measured and clipped. They are summed
+    over ranks, so that hooks see this rank's part of the whole gradient; with fp16 on the wire,
+    ``gradient_predivide_factor``, and where the task itself calls backward they are averaged.
+
+    A backward may add to one parameter several times (``repeated`` of the trainer's own engines
+    says when). So a gradient that comes for the first time is sent at the end of its backward, and
+    always if it came more than once.
     """
 
     emulates = False
@@ -95,9 +102,14 @@ class HorovodEngine(NativeEngine):
         hvd = self._running.hvd
         modules.share([*model.parameters(), *model.buffers()], comm)
         fp16 = "fp16" in (knobs.compression, job.precision.reduce)
+        ops = {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}
+        self._means, self._op_of = True, {True: hvd.Average, False: hvd.Sum}
+        self._may_sum = knobs.may_sum(job)
+        self._waits: set[nn.Parameter] = set()  # not known to be added to once in a backward
+        self._repeated: set[nn.Parameter] = set()  # those of them that are known not to be
         options = {
-            "compression": hvd.Compression.fp16 if fp16 else hvd.Compression.none,
-            "op": {"average": hvd.Average, "sum": hvd.Sum, "adasum": hvd.Adasum}[knobs.op],
+            "compression": _contiguous(hvd.Compression.fp16 if fp16 else hvd.Compression.none),
+            "op": ops[knobs.op],
             "gradient_predivide_factor": knobs.gradient_predivide_factor,
             "sparse_as_dense": knobs.sparse_as_dense,
         }
@@ -107,7 +119,7 @@ class HorovodEngine(NativeEngine):
             model=model,
             module=module,
             eval_module=module,
-            averaging_ranks=1 if knobs.op == "sum" else comm.world.size,
+            averaging_ranks=1 if self._may_sum or knobs.op == "sum" else comm.world.size,
             gradient_scale=knobs.gradient_scale_on(comm.world),
             wrap_optimizer=_distributed(hvd, model, groups, options),
             broadcast_buffers=knobs.broadcast_buffers,
@@ -119,6 +131,9 @@ class HorovodEngine(NativeEngine):
             for name, parameter in self._named.items():
                 if parameter.requires_grad and parameter not in self._hooked:
                     self._reduce_too(name, parameter)  # an optimizer may be given it later
+        if knobs.op != "adasum":
+            self._waits |= self._hooked
+            self._wait_for(1)
 
     @property
     def _odd(self) -> str:
@@ -149,7 +164,8 @@ class HorovodEngine(NativeEngine):
         # As Horovod does where it makes an optimizer its own.
         self._hooked.add(parameter)
         optimizer._parameter_names[parameter] = name
-        optimizer._allreduce_delay[parameter] = optimizer.backward_passes_per_step
+        optimizer._allreduce_delay[parameter] = NEVER
+        self._waits.add(parameter)
         with torch.enable_grad():
             view: Any = parameter.expand_as(parameter)
         accumulated = view.grad_fn.next_functions[0][0]
@@ -161,9 +177,23 @@ class HorovodEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
+        self._reduce_to(mean=False)
         report = super().forward_backward(micro_batches, total_weight, task)
         self._finish()
         return report
+
+    def _reduce_to(self, *, mean: bool) -> None:
+        """Makes what a gradient becomes the mean, or the sum, over ranks."""
+        if self._may_sum and mean != self._means:
+            self._means = mean
+            for optimizer in self._distributed:
+                optimizer.op = self._op_of[mean]
+
+    def _backpropagate(self, loss: Tensor, factor: float) -> None:
+        try:
+            super()._backpropagate(loss, factor)
+        except AssertionError as error:
+            raise _repeats(error) or error from error
 
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
         with self._reduced():
@@ -177,7 +207,11 @@ class HorovodEngine(NativeEngine):
                 "op=sum under manual optimization, where a gradient is averaged over ranks",
                 use="set strategy.op=average, and multiply the loss",
             )
-        super().backward(loss, sync=sync, run=run)
+        self._reduce_to(mean=True)
+        try:
+            super().backward(loss, sync=sync, run=run)
+        except AssertionError as error:
+            raise _repeats(error) or error from error
         if sync:
             self._finish()
 
@@ -208,6 +242,25 @@ class HorovodEngine(NativeEngine):
         """The hooks send a gradient in the ``passes``-th backward from now on."""
         for optimizer in self._distributed:
             optimizer.set_backward_passes_per_step(passes)
+        if passes == 1 and self._waits:
+            self._hold_back()
+
+    def _hold_back(self) -> None:
+        """Has the gradients that may come again wait for ``_finish``."""
+        for optimizer in self._distributed:
+            delays = optimizer._allreduce_delay
+            delays.update(dict.fromkeys(self._waits & delays.keys(), NEVER))
+
+    def _learn(self) -> None:
+        """Has those wait no longer whose gradient came once in this backward."""
+        for optimizer in self._distributed:
+            delays = optimizer._allreduce_delay
+            for parameter in self._waits & delays.keys() - self._repeated:
+                times = NEVER - delays[parameter]
+                if times == 1:
+                    self._waits.discard(parameter)
+                elif times > 1:
+                    self._repeated.add(parameter)
 
     @contextlib.contextmanager
     def _reduced(self) -> Iterator[None]:
@@ -225,6 +278,8 @@ class HorovodEngine(NativeEngine):
             CommunicationError: Horovod has failed.
         """
         unused = self._unused()
+        if len(self._waits) > len(self._repeated):
+            self._learn()
         try:
             for optimizer in self._distributed:
                 optimizer.synchronize()
@@ -235,6 +290,8 @@ class HorovodEngine(NativeEngine):
                 rank=self.comm.world.rank,
                 operation="all_reduce",
             ) from error
+        if self._waits:
+            self._hold_back()
         for parameter in unused:
             parameter.grad = None  # Horovod has filled it with zeros
 
@@ -258,6 +315,36 @@ class HorovodEngine(NativeEngine):
     @property
     def _distributed(self) -> Sequence[Any]:
         return list(self.optimizers.values())
+
+
+def _repeats(error: AssertionError) -> Unsupported | None:
+    """The error for a gradient that comes again when it is on its way; None for another."""
+    if "Gradients were computed more than" not in str(error):
+        return None
+    return Unsupported(
+        "backward has added again to a gradient that Horovod was already sending to the other "
+        "processes; until now it had added to it once (a layer that is used several times under "
+        "torch.utils.checkpoint with use_reentrant=True, in some steps)",
+        fix="give that checkpoint use_reentrant=False, or use strategy=ddp strategy.overlap=false",
+        strategy="horovod",
+    )
+
+
+def _contiguous(compression: Any) -> Any:
+    """``compression``, which gives Horovod a contiguous tensor, as it wants them, of any other.
+
+    The gradient of a parameter that is transposed, or channels_last, is laid out as that is.
+    """
+
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        smaller, context = compression.compress(tensor)
+        return smaller.contiguous(), context
+
+    return type(
+        compression.__name__,
+        (compression,),
+        {"compress": staticmethod(compress)},
+    )
 
 
 # -- optimizers ----------------------------------------------------------------------------------

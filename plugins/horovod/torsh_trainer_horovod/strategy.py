@@ -204,6 +204,10 @@ class Horovod(Strategy):
             self._check_compression(knobs)
         model = modules.build(job, comm)
         modules.refuse_kinds(model, self, float64=True, without_dimensions=True)
+        if comm.world.size > 1:
+            modules.refuse_accumulated(model, self)
+            if knobs is None and self.op == "average" and not self.may_sum(job):
+                self._check_hooks(model)
         groups = self._named_groups(model)
         module = computing(model, job)
         modules.compiled(job, [module])
@@ -212,6 +216,25 @@ class Horovod(Strategy):
         if self.op == "adasum":
             return adasum_engine(self, job, comm, model=model, module=module)
         return HorovodEngine(self, job, comm, model=model, module=module, groups=groups)
+
+    def may_sum(self, job: Job) -> bool:
+        """Whether ``op=average`` is a sum of what the loss was multiplied for, with the same bits.
+
+        In fp16 small numbers are rounded otherwise.
+        """
+        fp16 = "fp16" in (self.compression, job.precision.reduce)
+        return self.op == "average" and self.gradient_predivide_factor == 1.0 and not fp16
+
+    def _check_hooks(self, model: nn.Module) -> None:
+        """Raises Unsupported for a hook that would see a gradient times the number of ranks."""
+        for name, p in model.named_parameters():
+            if p._backward_hooks:
+                raise self.refuse(
+                    f"the parameter {name!r} with a hook of its own beside "
+                    "gradient_predivide_factor or fp16 on the wire, where the hook sees the "
+                    "gradient times the number of processes",
+                    use="leave these at their defaults",
+                )
 
     def _check_elastic(self, options: CommOptions) -> None:
         """Raises Unsupported for what cannot be where processes come and go."""
