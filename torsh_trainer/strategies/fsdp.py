@@ -40,6 +40,7 @@ from torsh_trainer.strategies.trained import Change
 from torsh_trainer.strategies.uncut import Uncut, check_one_dtype, find_uncut, parameters_by_unit
 from torsh_trainer.strategies.uncut import tell as tell_uncut
 from torsh_trainer.strategies.units import CommonOrder, WholePass, units_of
+from torsh_trainer.strategies.within_loss import Reads, in_words, refuse_second_order
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
@@ -277,6 +278,8 @@ class FSDPEngine(NativeEngine):
         self._pass = WholePass(roots, comm) if knobs.find_unused_parameters else None
         if self._pass is None:
             CommonOrder(roots, comm)
+            refuse_second_order(model)
+        self._watches = job.compile is None  # only until the first backward: it costs every call
         self._syncs = True
         self._averages = True
         self._shard_group = shard_group
@@ -296,7 +299,9 @@ class FSDPEngine(NativeEngine):
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
         self._reduce(averages=False)
-        report = super().forward_backward(micro_batches, total_weight, task)
+        with in_words():
+            report = super().forward_backward(micro_batches, total_weight, task)
+        self._watches = False
         self._uncut.reduce(averages=False)
         if self._knobs.zero_unused:
             self._zero_unused()
@@ -310,6 +315,10 @@ class FSDPEngine(NativeEngine):
                 unit.gradient_divide_factor = None if averages else 1.0
                 # Else it is a product before the sum, which no backend but NCCL has.
                 unit.force_sum_reduction_for_comms = not averages
+
+    def _forward(self, batch: Any, task: Task) -> Tensor:
+        with Reads(self._names) if self._watches else contextlib.nullcontext():
+            return super()._forward(batch, task)
 
     def _micro_batch(
         self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
@@ -325,7 +334,9 @@ class FSDPEngine(NativeEngine):
         if self._knobs.zero_unused and self._manual:
             raise no_zero_unused(self._knobs)
         self._reduce(averages=True)
-        super().backward(loss, sync=sync, run=run)
+        with in_words():
+            super().backward(loss, sync=sync, run=run)
+        self._watches = False
         if self._pass is not None:
             self._pass.reduce(syncs=sync or self._knobs.reduce_every_micro_batch)
         if sync:
@@ -337,7 +348,8 @@ class FSDPEngine(NativeEngine):
     @contextlib.contextmanager
     def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
         self._let_go()
-        with super().training_forward(manual=manual) as module:
+        reads = Reads(self._names) if self._watches else contextlib.nullcontext()
+        with in_words(), super().training_forward(manual=manual) as module, reads:
             yield module
 
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
