@@ -17,6 +17,7 @@ from torsh_trainer.comm.compression.scatter import CompressedScatter
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
+    Clip,
     Engine,
     Job,
     LossReport,
@@ -26,11 +27,20 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressing
-from torsh_trainer.strategies.native import DTYPES, NativeEngine, local_norm, no_zero_unused
+from torsh_trainer.strategies.native import (
+    DTYPES,
+    NativeEngine,
+    local_norm,
+    no_zero_unused,
+    summed_in,
+)
 from torsh_trainer.strategies.outputs import hook_hidden_outputs
 from torsh_trainer.strategies.rehearsal import refuse_unsharded
 from torsh_trainer.strategies.trained import Change
+from torsh_trainer.strategies.uncut import Uncut, check_one_dtype, find_uncut, parameters_by_unit
+from torsh_trainer.strategies.uncut import tell as tell_uncut
 from torsh_trainer.strategies.units import CommonOrder, WholePass, units_of
+from torsh_trainer.strategies.within_loss import Reads, in_words, refuse_second_order
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
 
@@ -101,8 +111,9 @@ class FSDP(Strategy):
         units = self._units(model)
         modules.compiled(job, units or [model])
         roots = self._roots(model) if job.manual else [model]
-        dtypes = self._check_parameters(model, [*units, *roots])
-        self._shard(roots, [unit for unit in units if unit not in roots], job, mesh, dtypes)
+        uncut = self._uncut(model, [*units, *roots], job, comm)
+        units = [u for u in units if u not in roots and any(p not in uncut for p in u.parameters())]
+        self._shard(roots, units, job, mesh, set(uncut.values()))
         return FSDPEngine(
             self,
             job,
@@ -110,6 +121,7 @@ class FSDP(Strategy):
             model=model,
             roots=roots,
             shard_group=_shard_group(mesh),
+            uncut=uncut,
             scatter=scatter,
         )
 
@@ -144,42 +156,36 @@ class FSDP(Strategy):
                 )
         return roots
 
-    def _check_parameters(
-        self, model: nn.Module, units: Sequence[nn.Module]
-    ) -> dict[nn.Module, torch.dtype]:
-        """Makes parameters contiguous in memory, as FSDP2 cuts them; the dtype of each unit.
+    def _uncut(
+        self, model: nn.Module, units: Sequence[nn.Module], job: Job, comm: Communicator
+    ) -> dict[str, nn.Parameter]:
+        """The parameters that stay whole, by name; the others are made contiguous in memory, as
+        FSDP2 cuts them.
 
         Raises:
-            Unsupported: a parameter cannot be cut, its hooks would be lost, or those of a unit are
-                of several dtypes.
+            Unsupported: a parameter's hooks would be lost, or it would not be computed with in
+                ``precision.params``.
         """
         modules.refuse_overlapping(model, self)
-        for name, p in model.named_parameters():
-            why = "without dimensions" if p.dim() == 0 else "complex" if p.is_complex() else ""
-            if not p.numel():
-                why = "without elements"
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                why = "with a hook of its own"
-            if why:
-                raise self.refuse(f"the parameter {name!r}, {why}", use="use strategy=ddp")
-            p.data = p.data.contiguous()
+        uncut = find_uncut(model, units)
         names = {p: name for name, p in model.named_parameters()}
-        taken: set[nn.Parameter] = set()
-        dtypes: dict[nn.Module, torch.dtype] = {}
-        for unit in sorted(units, key=lambda unit: sum(1 for _ in unit.modules())):
-            own = [p for p in unit.parameters() if p not in taken]
-            taken.update(own)
-            trained = [p for p in own if p.requires_grad]
-            dtypes[unit] = trained[0].dtype if trained else torch.float32
-            odd = next((p for p in trained if p.dtype != trained[0].dtype), None)
-            if odd is not None:
+        for p, name in names.items():
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                 raise self.refuse(
-                    f"parameters of several dtypes in one unit: {names[trained[0]]!r} is "
-                    f"{trained[0].dtype}, {names[odd]!r} is {odd.dtype}",
-                    use="give the module of one dtype a unit of its own (strategy.wrap_modules), "
-                    "or use strategy=ddp",
+                    f"the parameter {name!r}, with a hook of its own", use="use strategy=ddp"
                 )
-        return dtypes
+            if p not in uncut:
+                p.data = p.data.contiguous()
+            elif job.precision.params != "fp32" and p.dim() and p.numel():
+                raise self.refuse(
+                    f"precision.params={job.precision.params} with a parameter that cannot be cut: "
+                    f"{name!r}, {uncut[p]}",
+                    use="set precision=fp32 or bf16_mixed, or use strategy=ddp",
+                )
+            else:
+                p.data = comm.place(p.data)
+        tell_uncut(names, uncut)
+        return {names[p]: p for p in uncut}
 
     def _shard(
         self,
@@ -187,7 +193,7 @@ class FSDP(Strategy):
         units: Sequence[nn.Module],
         job: Job,
         mesh: Any,
-        dtypes: Mapping[nn.Module, torch.dtype],
+        uncut: set[nn.Parameter],
     ) -> None:
         # Imported here: torch.distributed.fsdp costs every other strategy's start-up.
         from torch.distributed.fsdp import (
@@ -201,9 +207,12 @@ class FSDP(Strategy):
         low = DTYPES[job.precision.params]
         param_dtype = None if low == torch.float32 else low
         output_dtype = None if param_dtype is None else torch.float32
+        own = parameters_by_unit([*units, *roots])
 
         def policy(unit: nn.Module, output: torch.dtype | None = None) -> MixedPrecisionPolicy:
-            wide = job.precision.reduce == "fp32" and dtypes[unit] == torch.float64
+            wide = job.precision.reduce == "fp32" and any(
+                p.dtype == torch.float64 for p in own[unit] if p.requires_grad and p not in uncut
+            )
             return MixedPrecisionPolicy(
                 param_dtype=param_dtype,
                 reduce_dtype=torch.float64 if wide else DTYPES[job.precision.reduce],
@@ -220,6 +229,7 @@ class FSDP(Strategy):
             "mesh": mesh,
             "reshard_after_forward": self.reshard_after_forward and not self.find_unused_parameters,
             "offload_policy": offload,
+            "ignored_params": uncut,
         }
         for unit in units:
             fully_shard(unit, mp_policy=policy(unit), **common)
@@ -248,8 +258,11 @@ class FSDPEngine(NativeEngine):
         model: nn.Module,
         roots: Sequence[nn.Module],
         shard_group: Any,
+        uncut: Mapping[str, nn.Parameter],
         scatter: CompressedScatter | None = None,
     ) -> None:
+        reduced_in = DTYPES[job.precision.reduce]
+        self._uncut = Uncut(uncut, comm, lambda held: summed_in(held, reduced_in))
         super().__init__(
             job,
             comm,
@@ -266,6 +279,8 @@ class FSDPEngine(NativeEngine):
         self._pass = WholePass(roots, comm) if knobs.find_unused_parameters else None
         if self._pass is None:
             CommonOrder(roots, comm)
+            refuse_second_order(model)
+        self._watches = job.compile is None  # only until the first backward: it costs every call
         self._syncs = True
         self._averages = True
         self._shard_group = shard_group
@@ -285,7 +300,10 @@ class FSDPEngine(NativeEngine):
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
         self._reduce(averages=False)
-        report = super().forward_backward(micro_batches, total_weight, task)
+        with in_words():
+            report = super().forward_backward(micro_batches, total_weight, task)
+        self._watches = False
+        self._uncut.reduce(averages=False)
         if self._knobs.zero_unused:
             self._zero_unused()
         return report
@@ -298,6 +316,10 @@ class FSDPEngine(NativeEngine):
                 unit.gradient_divide_factor = None if averages else 1.0
                 # Else it is a product before the sum, which no backend but NCCL has.
                 unit.force_sum_reduction_for_comms = not averages
+
+    def _forward(self, batch: Any, task: Task) -> Tensor:
+        with Reads(self._names) if self._watches else contextlib.nullcontext():
+            return super()._forward(batch, task)
 
     def _micro_batch(
         self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
@@ -313,9 +335,13 @@ class FSDPEngine(NativeEngine):
         if self._knobs.zero_unused and self._manual:
             raise no_zero_unused(self._knobs)
         self._reduce(averages=True)
-        super().backward(loss, sync=sync, run=run)
+        with in_words():
+            super().backward(loss, sync=sync, run=run)
+        self._watches = False
         if self._pass is not None:
             self._pass.reduce(syncs=sync or self._knobs.reduce_every_micro_batch)
+        if sync:
+            self._uncut.reduce(averages=True)
         if self._knobs.zero_unused and sync:
             self._zero_unused()
         self._let_go()
@@ -323,8 +349,31 @@ class FSDPEngine(NativeEngine):
     @contextlib.contextmanager
     def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
         self._let_go()
-        with super().training_forward(manual=manual) as module:
+        reads = Reads(self._names) if self._watches else contextlib.nullcontext()
+        with in_words(), super().training_forward(manual=manual) as module, reads:
             yield module
+
+    def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
+        with self._uncut.mixed():
+            return super().step(clip, measure_norm=measure_norm)
+
+    def step_one(
+        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
+    ) -> StepOutcome:
+        with self._uncut.mixed():
+            return super().step_one(name, clip, measure_norm=measure_norm)
+
+    def _phantom_step(self, lr: float, *, keeps_state: bool) -> None:
+        with self._uncut.mixed():
+            super()._phantom_step(lr, keeps_state=keeps_state)
+
+    def state_template(self) -> dict[str, Any]:
+        with self._uncut.mixed():
+            return super().state_template()
+
+    def close(self) -> None:
+        self._uncut.close()
+        super().close()
 
     def _stepped(self, outcome: StepOutcome) -> None:
         super()._stepped(outcome)
@@ -347,7 +396,9 @@ class FSDPEngine(NativeEngine):
         # FSDP2 looks at every shard before a forward itself. But of a unit in which nothing trained
         # it does not know the dtype to reduce gradients in.
         for unit in self._units:
+            check_one_dtype(self._knobs, change, unit)
             unit._init_mp_dtypes()
+        self._uncut.follow()
         self._parts = self._all_parts()
         for part, trained in self._parts:
             if hasattr(part, "_unsharded_param"):
@@ -400,12 +451,18 @@ class FSDPEngine(NativeEngine):
             unit.reshard()
 
     def _local(self, gradients: list[Tensor]) -> list[Tensor]:
-        return [cast(Any, gradient).to_local() for gradient in gradients]
+        self._whole = [not hasattr(gradient, "placements") for gradient in gradients]
+        parts = zip(gradients, self._whole, strict=True)
+        return super()._local([g if whole else cast(Any, g).to_local() for g, whole in parts])
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         # Shards of one group hold the whole gradient once; replicas hold it again.
-        square = local_norm(gradients, self.comm.device).square()
+        parts = [g for g, whole in zip(gradients, self._whole, strict=True) if not whole]
+        square = local_norm(parts, self.comm.device).square()
         torch.distributed.all_reduce(square, group=self._shard_group)
+        if len(parts) < len(gradients):
+            uncut = [g for g, whole in zip(gradients, self._whole, strict=True) if whole]
+            square = square + local_norm(uncut, self.comm.device).square()
         return square.sqrt()
 
 

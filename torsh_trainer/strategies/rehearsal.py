@@ -81,6 +81,9 @@ def refuse_unsharded(optimizer: Optimizer, comm: Communicator) -> None:
     """
     if _is_known(optimizer, _BY_ELEMENT) and not _is_fused_elsewhere(optimizer):
         return
+    # Imported here: it pulls in what only runs over shards have.
+    from torch.distributed.tensor.experimental import implicit_replication
+
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters:
         return
@@ -91,7 +94,9 @@ def refuse_unsharded(optimizer: Optimizer, comm: Communicator) -> None:
         if not whole.moved:
             return "it could not be seen to move anything"
         try:
-            shards = _Rehearsal(optimizer, stand_ins.make(), every, like=parameters).step_through()
+            shards = _Rehearsal(optimizer, stand_ins.make(), every, like=parameters)
+            with implicit_replication():  # some may be whole
+                shards.step_through()
             differs = whole.differs(shards)
             why = "its step of shards is not that of whole parameters, or depends on chance"
         except Exception as error:  # noqa: BLE001 - whatever it is, it would come in the first step
@@ -344,11 +349,17 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _is_shard(tensor: Any) -> bool:
+    return hasattr(tensor, "placements")
+
+
 def _own_rows(whole: Tensor, like: Any) -> Tensor:
     """This rank's part of ``whole``, cut as the DTensor ``like`` is."""
     # Imported here: it pulls in what only runs over shards have.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+    if not _is_shard(like):
+        return whole
     sizes, begins = compute_local_shape_and_global_offset(
         whole.shape, like.device_mesh, like.placements
     )
@@ -362,6 +373,8 @@ def _sharded(whole: Tensor, like: Any) -> Tensor:
 def _as_shard(part: Tensor, like: Any, shape: tuple[int, ...]) -> Tensor:
     from torch.distributed.tensor import DTensor  # imported here: see _own_rows
 
+    if not _is_shard(like):
+        return part
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape),

@@ -100,6 +100,8 @@ def same_slots(ours: Mapping[str, Any], plain: Mapping[str, Any], bound: float, 
 def same_tensor(ours: Tensor, plain: Tensor, bound: float, what: str) -> None:
     """Asserts that no element is further away than ``bound`` times the largest."""
     assert ours.shape == plain.shape, f"{what} has shape {tuple(ours.shape)}"
+    if not plain.numel():
+        return
     scale = max(float(plain.abs().max()), 1e-30)
     wide = torch.complex128 if plain.is_complex() else torch.float64
     difference = float((ours.to(wide) - plain.to(wide)).abs().max()) / scale
