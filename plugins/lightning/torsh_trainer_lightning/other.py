@@ -1,4 +1,4 @@
-"""Lightning under its other name: classes of ``pytorch_lightning`` as those of ``lightning.pytorch``.
+"""Lightning under its other name: ``pytorch_lightning``'s classes as ``lightning.pytorch``'s.
 
 Both distributions hold the same code, in two hierarchies of classes that do not know each other.
 """
