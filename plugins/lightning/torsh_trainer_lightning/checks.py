@@ -55,21 +55,10 @@ def check(
 
 def _check_kind(thing: Any, kind: type, option: str) -> None:
     if not isinstance(thing, kind):
-        other = _same_name(thing, kind)
         raise ConfigError(
             f"{option} makes a {type(thing).__name__}, which is no {kind.__name__}",
-            fix="import lightning, not pytorch_lightning, in its module"
-            if other
-            else f"name a class that inherits from lightning.{kind.__name__}",
+            fix=f"name a class that inherits from lightning.{kind.__name__}",
         )
-
-
-def _same_name(thing: Any, kind: type) -> bool:
-    """A class of the other distribution, which Lightning also publishes."""
-    return any(
-        base.__name__ == kind.__name__ and base.__module__.startswith("pytorch_lightning")
-        for base in type(thing).__mro__
-    )
 
 
 def _check_stage(stage: str, module: LightningModule, datamodule: Any) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
+from torsh_trainer_lightning import other
 from torsh_trainer_lightning.fabric import TorshFabricStrategy
 from torsh_trainer_lightning.strategy import TorshStrategy
 
@@ -26,3 +27,4 @@ def register() -> None:
                 description=f"strategy={name} of ToRSh Trainer",
                 override=True,
             )
+    other.register(NAMES)

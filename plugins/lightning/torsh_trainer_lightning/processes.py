@@ -30,7 +30,7 @@ from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.world import World
-from torsh_trainer_lightning import starting
+from torsh_trainer_lightning import other, starting
 from torsh_trainer_lightning.environment import WorldEnvironment, outside, settled, world_of
 
 
@@ -182,6 +182,7 @@ class Chosen(Processes):
         **knobs: Any,
     ) -> None:
         starting.leave_last_job()
+        other.introduce(type(self))
         self.chosen = chosen(name, knobs)
         self.compression = compression
         self._comm_options = comm
@@ -204,6 +205,16 @@ class Chosen(Processes):
         made = cls(name)
         made.cluster_environment = None
         return made
+
+    @property
+    def accelerator(self) -> Any:
+        """What the Trainer or Fabric has chosen."""
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        other.check_accelerator(accelerator)
+        self._accelerator = accelerator
 
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment

@@ -34,6 +34,7 @@ from torsh_trainer_lightning.loop.facade import Facade
 from torsh_trainer_lightning.loop.order import GlobalOrder, Order
 from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.stages import Stages
+from torsh_trainer_lightning.other import adopted
 
 
 class LightningTask(Task):
@@ -141,8 +142,8 @@ class LightningTask(Task):
         for speaks in (rank_zero_only, utilities_rank_zero_only):
             setattr(speaks, "rank", setting.comm.world.rank)  # noqa: B010 - of a function
         lightning.seed_everything(trainer.seed, workers=self.seed_workers, verbose=False)
-        datamodule = _made(self._datamodule, LightningDataModule)
-        module = _made(self._module, LightningModule)
+        datamodule = adopted(_made(self._datamodule, LightningDataModule))
+        module = adopted(_made(self._module, LightningModule))
         check(module, datamodule, self.callbacks, self.loggers, trainer.stages)
         order = self._ordered(setting)
         order.check(module, self.callbacks, self._flags)
@@ -321,7 +322,7 @@ def _any(things: Sequence[Any], kind: type) -> bool:
 def _listed(things: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     """Without what is switched off by null."""
     values = things.values() if isinstance(things, Mapping) else things
-    return [thing for thing in values if thing is not None]
+    return [adopted(thing) for thing in values if thing is not None]
 
 
 def _made(given: Any, kind: type) -> Any:

@@ -25,6 +25,7 @@ from torsh_trainer_lightning.loop.fit import EpochLoop, EvaluationLoop, FitLoop,
 from torsh_trainer_lightning.loop.order import Order
 from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.wording import worded
+from torsh_trainer_lightning.other import adopted
 
 STAGES = {
     "fit": (TrainerFn.FITTING, RunningStage.TRAINING),
@@ -121,6 +122,8 @@ class Facade(Trainer):
             parsing.clean_namespace(module.hparams)
         self.strategy.connect(module)
         self._callback_connector._attach_model_callbacks()
+        for callback in self.callbacks:
+            adopted(callback)
         self._callback_connector._attach_model_logging_functions()
         _verify_loop_configurations(self)
         self.strategy.setup_environment()
