@@ -110,7 +110,7 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
             compression=self.compression,
         )
         with modes_kept(module):
-            engine = self.chosen.resolve(job, self.comm).prepare(job, self.comm)
+            engine = self._resolved(job).prepare(job, self.comm)
         named = dict(zip(optimizer_names(len(optimizers)), optimizers, strict=True))
         for name, optimizer in named.items():
             if engine.optimizers[name] is not optimizer:

@@ -452,7 +452,7 @@ class TorshStrategy(Chosen, EngineStrategy):
     def _train(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         task = ModuleTask(module)
         job = self._job(trainer, module, task)
-        strategy = self.chosen.resolve(job, self.comm)
+        strategy = self._resolved(job)
         self.attach(prepared(strategy, job, self.comm, task), task.configured)
 
     def _go_on(self, engine: Engine, module: pl.LightningModule, *, fits: bool) -> None:
