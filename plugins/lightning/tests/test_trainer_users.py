@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -13,10 +14,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from test_strategy import Net, fitted
+from loops import as_torchrun
+from test_strategy import Leaves, Net, fitted
 from torch import nn
 
 from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.world import World
 
 
 class MadeEarly(Net):
@@ -43,6 +46,14 @@ class NoOptimizer(Net):
 
     def configure_optimizers(self) -> Any:
         return None
+
+
+class Unused(Net):
+    """A part of it is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
 
 
 class Brought(Net):
@@ -134,3 +145,31 @@ def test_hyperparameters_that_are_cut_are_refused_where_a_checkpoint_would_hold_
     torch.distributed.destroy_process_group()
     fitted("torsh_ddp", brought(), tmp_path, callbacks=[ModelCheckpoint(tmp_path)], **saves)
     assert list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("name", ["ddp", "gloo", "mpi", "fsdp"])
+def test_parameters_that_no_step_reaches_are_no_fault_of_one_process(tmp_path, name):
+    theirs, ours = seeded(Unused), seeded(Unused)
+    fitted("ddp_find_unused_parameters_true", theirs, tmp_path)
+    torch.distributed.destroy_process_group()
+    fitted(f"torsh_{name}", ours, tmp_path)
+    torch.testing.assert_close(ours.losses, theirs.losses)
+
+
+def unused(world: World, port: int, folder: Path, strategy: str) -> Any:
+    """One rank's losses, or what it is told."""
+    as_torchrun(world, port, folder)
+    module = seeded(Unused)
+    with Leaves():
+        try:
+            fitted(strategy, module, folder, devices=world.size)
+        except ConfigError as error:
+            return str(error)
+    return module.losses
+
+
+def test_a_registered_name_finds_unused_parameters(on_ranks, tmp_path):
+    theirs = on_ranks(unused, tmp_path, "ddp_find_unused_parameters_true")
+    assert on_ranks(unused, tmp_path, "torsh_ddp_find_unused_parameters_true") == theirs
+    for name in ("torsh_ddp", "torsh_ddp_find_unused_parameters_false"):
+        assert "2 parameters got no gradient" in on_ranks(unused, tmp_path, name)[0]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torsh_trainer.errors import ConfigError, TrainingError, Unsupported
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job
+from torsh_trainer.strategies.outputs import tensors_in
 from torsh_trainer.task import DataSource, Task
 from torsh_trainer_lightning.adapter import modes_kept, optimizer_names
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
@@ -33,8 +35,8 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
 
     A model and its optimizers are set up together: ``fabric.setup(model, optimizer)``. The
     optimizers may be made over the whole parameters also where the engine cuts these. Several
-    models may be set up, and ``fabric.backward(loss, model=...)`` says which one's gradients are
-    meant.
+    models may be set up: ``fabric.backward(loss)`` averages the gradients of all that the loss has
+    come through, and of ``model=...`` where it says one.
 
     Raises:
         ConfigError: an unknown name or knob, or one that is out of range.
@@ -108,7 +110,7 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
             compression=self.compression,
         )
         with modes_kept(module):
-            engine = self.chosen.resolve(job, self.comm).prepare(job, self.comm)
+            engine = self._resolved(job).prepare(job, self.comm)
         named = dict(zip(optimizer_names(len(optimizers)), optimizers, strict=True))
         for name, optimizer in named.items():
             if engine.optimizers[name] is not optimizer:
@@ -140,15 +142,20 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
         """The gradients of a loss, averaged over ranks unless ``no_backward_sync`` is around it.
 
         Raises:
-            ConfigError: nothing is set up, or several models and the loss says none.
+            ConfigError: nothing is set up, or the loss has come through none of several models.
+            Unsupported: it has come through several, and they scale it.
         """
-        made = self._of_module(module)
-        if args or kwargs:
-            made.engine.backward(
-                tensor, sync=made.syncs, run=lambda loss: loss.backward(*args, **kwargs)
+        setups = self._reached(tensor, module)
+        if len(setups) > 1 and any(made.engine.loss_scaler is not None for made in setups):
+            raise Unsupported(
+                f"a loss that has come through {len(setups)} models, each of which scales it for "
+                "itself",
+                fix="use another precision than 16-mixed, or a backward for each model",
             )
+        if args or kwargs:
+            _backward(setups, lambda loss: loss.backward(*args, **kwargs), tensor)
         else:
-            made.engine.backward(tensor, sync=made.syncs)
+            _backward(setups, Tensor.backward, tensor)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Has the engine step; a closure runs before.
@@ -206,6 +213,14 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
         made, name = self._of_optimizer(optimizer)
         made.engine.clip_one(name, Clip(value=float(clip_val)))
 
+    def _reached(self, loss: Tensor, module: nn.Module | None) -> list[Setup]:
+        """The models whose gradients a backward of ``loss`` adds to."""
+        if len(self._setups) == 1:
+            return self._setups
+        through = _marks(loss)
+        found = [made for made in self._setups if id(made) in through or made.forward is module]
+        return found or [self._of_module(module)]
+
     def _of_module(self, module: nn.Module | None) -> Setup:
         found = [made for made in self._setups if module in (None, made.forward)]
         if len(found) == 1:
@@ -216,8 +231,8 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
                 fix="model, optimizer = fabric.setup(model, optimizer)",
             )
         raise ConfigError(
-            f"{len(self._setups)} models are set up, and the loss does not say whose it is",
-            fix="fabric.backward(loss, model=model)",
+            f"{len(self._setups)} models are set up, and the loss has come through none of them",
+            fix="call the models that fabric.setup has returned",
         )
 
     def _of_optimizer(self, optimizer: Optimizer) -> tuple[Setup, str]:
@@ -306,15 +321,16 @@ class Setup:
         self.engine = engine
         self.held = held
         self.syncs = True
-        self.forward = _Forward(engine)
+        self.forward = _Forward(engine, id(self))
 
 
 class _Forward(nn.Module):
     """The engine's module, with what the engine does around a forward."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, mark: int) -> None:
         super().__init__()
         self.module = engine.module
+        self._mark = mark
         self._engine = [engine]  # no child of this module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +338,39 @@ class _Forward(nn.Module):
         trains = torch.is_grad_enabled() and self.training
         around = engine.training_forward() if trains else engine.evaluation_forward()
         with around as module:
-            return module(*args, **kwargs)
+            output = module(*args, **kwargs)
+        for tensor in tensors_in(output) if trains else ():
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.metadata.setdefault(_MARK, set()).add(self._mark)
+        return output
+
+
+_MARK = "torsh_trainer: the models that it is an output of"
+
+
+def _marks(loss: Tensor) -> set[int]:
+    """Those of all forwards that ``loss`` depends on."""
+    found: set[int] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    seen = {*waiting}
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        found |= node.metadata.get(_MARK, set())
+        for before, _ in node.next_functions:
+            if before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    return found
+
+
+def _backward(setups: Sequence[Setup], run: Callable[[Tensor], object], loss: Tensor) -> None:
+    """One backward, with what the engine of each model does around it."""
+    made, *others = setups
+    within = functools.partial(_backward, others, run) if others else run
+    made.engine.backward(loss, sync=made.syncs, run=within)
 
 
 class _Without(_BackwardSyncControl):

@@ -12,19 +12,25 @@ from torsh_trainer_lightning.fabric import TorshFabricStrategy
 from torsh_trainer_lightning.strategy import TorshStrategy
 
 NAMES = ("single", "ddp", "fsdp", "mpi", "gloo", "nccl", "deepspeed", "horovod")
+WITH_KNOBS = {
+    f"ddp_find_unused_parameters_{str(finds).lower()}": ("ddp", {"find_unused_parameters": finds})
+    for finds in (True, False)
+}
+"""Names that say a knob too, as Lightning's own do."""
 
 
 def register() -> None:
     """Makes each strategy known to Trainer and Fabric as ``torsh_NAME``; again changes nothing."""
+    names = {**{name: (name, {}) for name in NAMES}, **WITH_KNOBS}
     for known, made in (
         (StrategyRegistry, TorshStrategy),
         (STRATEGY_REGISTRY, TorshFabricStrategy),
     ):
-        for name in NAMES:
+        for name, (strategy, knobs) in names.items():
             known.register(
                 f"torsh_{name}",
-                partial(made.named, name),
-                description=f"strategy={name} of ToRSh Trainer",
+                partial(made.named, strategy, **knobs),
+                description=f"strategy={strategy} of ToRSh Trainer",
                 override=True,
             )
     other.register(NAMES)

@@ -28,7 +28,7 @@ from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.environments.slurm import Slurm
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.precision import Precision
-from torsh_trainer.strategies.base import Strategy
+from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.world import World
 from torsh_trainer_lightning import other, starting
 from torsh_trainer_lightning.environment import WorldEnvironment, outside, settled, world_of
@@ -200,9 +200,9 @@ class Chosen(Processes):
         raise NotImplementedError
 
     @classmethod
-    def named(cls, name: str) -> Any:
+    def named(cls, name: str, **knobs: Any) -> Any:
         """The one that Lightning makes of a registered name, and gives its environment."""
-        made = cls(name)
+        made = cls(name, **knobs)
         made.cluster_environment = None
         return made
 
@@ -216,6 +216,19 @@ class Chosen(Processes):
         other.check_accelerator(accelerator)
         self._accelerator = accelerator
 
+    def _resolved(self, job: Job) -> Strategy:
+        """The strategy that trains ``job`` over these processes.
+
+        Parameters that a step does not reach are a fault where several processes wait for one
+        another's gradients; one process trains on.
+        """
+        strategy: Any = self.chosen.resolve(job, self.comm)
+        static = getattr(strategy, "static_graph", False)
+        if self.comm.world.size == 1 and not static and strategy.name in _REFUSE_UNUSED:
+            strategy = dataclasses.replace(strategy, find_unused_parameters=True)
+        resolved: Strategy = strategy
+        return resolved
+
     def _configure_launcher(self) -> None:
         environment = self.cluster_environment
         assert environment is not None
@@ -226,6 +239,10 @@ class Chosen(Processes):
         if size > 1:
             _check_step(environment)
             self._launcher = self._launcher_class(environment, self.num_processes, self.num_nodes)
+
+
+_REFUSE_UNUSED = ("ddp", "gloo", "nccl", "mpi")
+"""Strategies that want a gradient for every parameter, unless told otherwise."""
 
 
 def _check_step(environment: ClusterEnvironment) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision as LightningPrecision
@@ -38,6 +39,7 @@ from torsh_trainer_lightning.adapter import (
 )
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
 from torsh_trainer_lightning.environment import WorldEnvironment
+from torsh_trainer_lightning.given_back import GivenBack, fits
 from torsh_trainer_lightning.precision import (
     EnginePrecision,
     StepWatcher,
@@ -349,6 +351,7 @@ class TorshStrategy(Chosen, EngineStrategy):
         self, precision: Precision | None, plugin: LightningPrecision | None, **lightnings: Any
     ) -> None:
         self.translation: Translation | None = None
+        self._given_back: GivenBack | None = None
         EngineStrategy.__init__(self, precision=precision, precision_plugin=plugin, **lightnings)
 
     @classmethod
@@ -413,9 +416,18 @@ class TorshStrategy(Chosen, EngineStrategy):
         fits = trainer.state.fn == TrainerFn.FITTING
         module = self._module
         if self._engine is not None:
-            here = self._engine.model
+            here, given_back = self._engine.model, self._given_back
+            self._given_back = None
+            if given_back is not None and here is module:
+                given_back.take()
             if here is not module or not is_apart(here):
                 self._let_go()
+        if self._engine is None and any(hasattr(part, "unshard") for part in module.modules()):
+            raise self.chosen.refuse(
+                "a module that is cut over the processes already, by a fit that was broken off or "
+                "by another program",
+                use="make the module anew, and load a checkpoint into it",
+            )
         if self._engine is not None:
             self._go_on(self._engine, module, fits=fits)
             return
@@ -440,7 +452,7 @@ class TorshStrategy(Chosen, EngineStrategy):
     def _train(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         task = ModuleTask(module)
         job = self._job(trainer, module, task)
-        strategy = self.chosen.resolve(job, self.comm)
+        strategy = self._resolved(job)
         self.attach(prepared(strategy, job, self.comm, task), task.configured)
 
     def _go_on(self, engine: Engine, module: pl.LightningModule, *, fits: bool) -> None:
@@ -498,9 +510,10 @@ class TorshStrategy(Chosen, EngineStrategy):
     def teardown(self) -> None:
         """Gives the module back whole, and on the CPU.
 
-        What is cut over the processes stays so, with its engine, for a test or a checkpoint later.
+        Where it was cut over the processes its engine stays, for a test or a checkpoint later.
         """
         if self._engine is not None and not self._has_all():
+            self._give_back(self._module)
             assert self.accelerator is not None
             self.precision_plugin.teardown()
             self.accelerator.teardown()
@@ -508,6 +521,20 @@ class TorshStrategy(Chosen, EngineStrategy):
             return
         self._let_go()
         super().teardown()
+
+    def _give_back(self, module: pl.LightningModule) -> None:
+        # Where one process has failed, the others do not come to put the module together.
+        cut = any(map(whole.is_cut, module.parameters()))
+        if not cut or module.trainer.interrupted:
+            return
+        if fits(module, self.comm):
+            self._given_back = GivenBack(module, self.comm)
+        else:
+            rank_zero_warn(
+                f"The module stays cut over the processes: this host has no memory for "
+                f"{self.comm.world.local_size} whole copies of it. trainer.save_checkpoint(path) "
+                "writes it whole."
+            )
 
     def _has_all(self) -> bool:
         """Whether module and optimizers are whole without the engine."""
