@@ -76,7 +76,8 @@ def preview(trainer: Trainer, world: World, *, run_dir: Path) -> Preview:
         template = rank.loop.state(template=True)
         fit = rank.checkpointer.compare(template, origin.path)
         if rank.trains:
-            found = resume.for_training(origin.plain, setup, fit, allow=trainer.checkpoint.allow)
+            allow, others = trainer.checkpoint.allow, rank.other_samples()
+            found = resume.for_training(origin.plain, setup, fit, allow=allow, others=others)
         else:
             found = resume.for_evaluation(fit, averaged=trainer.ema_decay is not None)
         told = _Told(rank, origin.plain, setup, template, found)

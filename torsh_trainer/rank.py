@@ -23,14 +23,16 @@ from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.fit import Fit
 from torsh_trainer.checkpoint.memory import laid
 from torsh_trainer.checkpoint.plain import Path as Key
-from torsh_trainer.checkpoint.setup import WORDS, Comparison, compare
+from torsh_trainer.checkpoint.setup import WORDS, Comparison, Difference, compare
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.course import Restored
+from torsh_trainer.data import samples_kept
 from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
 from torsh_trainer.data.feed import TrainFeed, eval_batches
-from torsh_trainer.data.sameness import check_same_data
+from torsh_trainer.data.sameness import Excerpt, check_same_data
 from torsh_trainer.data.sampler import Cut, mix
+from torsh_trainer.data.samples_kept import differing_sample, read_excerpt
 from torsh_trainer.data.stream import has_length, keeps_state
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
@@ -174,7 +176,8 @@ class Rank:
 
     def _own_setup(self) -> dict[str, Any]:
         """What the knobs, the task and its data say of it."""
-        return setup_of(self.trainer, self.task, self.job, total_steps=self.total_steps)
+        setup = setup_of(self.trainer, self.task, self.job, total_steps=self.total_steps)
+        return {**setup, samples_kept.NAME: samples_kept.as_plain(self._excerpt)}
 
     @cached_property
     def loop(self) -> Loop:
@@ -289,7 +292,20 @@ class Rank:
     def _check_data(self) -> None:
         """Makes what the stages read, and refuses what is not the same on all ranks."""
         trainer = self.trainer
-        check_same_data(self.task, self._splits, trainer.loading, self.comm, seed=trainer.seed)
+        found = check_same_data(
+            self.task, self._splits, trainer.loading, self.comm, seed=trainer.seed
+        )
+        if "train" in found:
+            self._excerpt = found["train"]
+        assert self._excerpt, "read before the engine is made, and takes threads and devices"
+
+    @cached_property
+    def _excerpt(self) -> Excerpt:
+        """Some of the training samples, where a checkpoint is to hold or holds them."""
+        trainer = self.trainer
+        if self.trains and (trainer.checkpoint.saves or self.origin is not None):
+            return read_excerpt(self.task, trainer.loading, seed=trainer.seed)
+        return Excerpt("no dataset")
 
     @property
     def _splits(self) -> list[str]:
@@ -406,13 +422,30 @@ class Rank:
         assert self.origin is not None
         if self.trains:
             allow = self.trainer.checkpoint.allow
-            found = resume.for_training(self.origin.plain, self.setup, fit, allow=allow)
+            found = resume.for_training(
+                self.origin.plain, self.setup, fit, allow=allow, others=self.other_samples()
+            )
         else:
             averaged = self.trainer.ema_decay is not None
             found = resume.for_evaluation(fit, averaged=averaged)
         for comparison in self.comm.all_gather_object(found.comparison):
             comparison.check(str(self.origin.path))
         return found
+
+    def other_samples(self) -> list[Difference]:
+        """Whether the training samples are others than those that the checkpoint began with."""
+        assert self.origin is not None
+        before, trainer = self.origin.setup, self.trainer
+        same = ("trainer.seed", "data.samples")  # else that is said, or they may well be others
+        saved = before.get(samples_kept.NAME)
+        if not saved or any(before.get(name) != self.setup.get(name) for name in same):
+            return []
+        number = differing_sample(
+            saved, self._excerpt, self.task, trainer.loading, seed=trainer.seed
+        )
+        if number is None:
+            return []
+        return [Difference(f"sample {number} of data.train is another than it was", "data")]
 
     def _feed(self, cut: Cut, position: Position | None = None) -> TrainFeed:
         state = None if position is None else self.loop.feed_state

@@ -180,14 +180,20 @@ class Resumption:
 
 
 def for_training(
-    saved: Mapping[str, Any], now: Setup, fit: Fit, *, allow: Sequence[str]
+    saved: Mapping[str, Any],
+    now: Setup,
+    fit: Fit,
+    *,
+    allow: Sequence[str],
+    others: Sequence[Difference] = (),
 ) -> Resumption:
     """How training goes on from a checkpoint: ``saved`` are its plain values.
 
-    ``now`` is the setup of today's run, ``fit`` how the tensors differ.
+    ``now`` is the setup of today's run, ``fit`` how the tensors differ, ``others`` what else does.
     """
     before: Setup = saved.get("setup") or {}
-    comparison = compare(before, now, tensors=tensor_differences(fit), allow=allow)
+    found = [*tensor_differences(fit), *others]
+    comparison = compare(before, now, tensors=found, allow=allow)
     let = {one.word for one in comparison.allowed}
     leave: list[Key] = list(fit.below(*OF_RANKS).paths)
     if "optimizer" in let:

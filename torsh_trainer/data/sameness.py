@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import multiprocessing
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,18 +50,18 @@ class Excerpt(NamedTuple):
 
 def check_same_data(
     task: Task, splits: Sequence[str], loading: Loading, comm: Communicator, *, seed: int
-) -> None:
+) -> dict[str, Excerpt]:
     """Makes the datasets of ``splits``, and returns when every process has the same ones.
 
-    Some samples of each are compared, drawn as in the first epoch. Streams are not read, and one
-    process reads nothing. Collective.
+    Some samples of each are compared, drawn as in the first epoch, and given. Streams are not read,
+    and one process reads nothing. Collective.
 
     Raises:
         ConfigError: on every process; it names what differs, and between whom.
     """
     datasets = {split: dataset_of(task, split, seed=seed) for split in splits}
     if comm.world.size == 1:
-        return
+        return {}
     readers = {s: Reader(dataset, loading, seed) for s, dataset in datasets.items()}
     mine = {split: reader.excerpt() for split, reader in readers.items()}
     facts = {split: (excerpt.size, excerpt.digests) for split, excerpt in mine.items()}
@@ -73,6 +74,7 @@ def check_same_data(
         if len({some[:fewest] for some in digests}) > 1:
             _compare(split, excerpt, readers[split], comm, fewest=fewest)
     _check_weights([theirs for _, theirs in everyone])
+    return mine
 
 
 def spread(size: int) -> list[int]:
@@ -90,15 +92,24 @@ def _mirrored(number: int) -> float:
     return result
 
 
+def _can_fork() -> bool:
+    # A process that was started as a daemon has no children.
+    forks = "fork" in multiprocessing.get_all_start_methods()
+    return forks and not multiprocessing.current_process().daemon
+
+
 class Reader:
     """Reads samples of a dataset as training will: in this process, or in a loader process.
 
-    Where there are loader processes, nothing may be opened here that they would inherit.
+    Where there are loader processes, nothing may be opened here that they would inherit. ``apart``
+    reads in a process of its own in any case, where the system can fork one: a dataset that keeps
+    count or draws by itself is not disturbed.
     """
 
-    def __init__(self, dataset: Any, loading: Loading, seed: int) -> None:
+    def __init__(self, dataset: Any, loading: Loading, seed: int, *, apart: bool = False) -> None:
         self._dataset = dataset
-        self._workers = loading.num_workers
+        self._forks = apart and not loading.num_workers and _can_fork()
+        self._workers = loading.num_workers or int(self._forks)
         self._seed = seed
 
     def excerpt(self) -> Excerpt:
@@ -129,6 +140,7 @@ class Reader:
             sampler=numbers,
             num_workers=1,
             prefetch_factor=1,
+            multiprocessing_context="fork" if self._forks else None,
             collate_fn=_as_it_is,
         )
 
