@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from torsh_trainer.data.batch import MicroBatch, Place, Samples
+from torsh_trainer.data.batch import MicroBatch, Samples
 from torsh_trainer.data.draws import forward_generators
 from torsh_trainer.data.sampler import ForwardKeys
 from torsh_trainer.errors import ConfigError, nearest
@@ -71,7 +71,7 @@ class SampleDraws(ForwardDraws):
     of them: so whatever restores a generator to run a forward again (activation checkpointing)
     draws the same again, and what torch draws itself begins at a seed of the micro-batch.
 
-    A forward that draws nothing pays for nothing: all else begins with the first draw.
+    A forward that draws nothing pays a microsecond: all else begins with the first draw.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -85,12 +85,10 @@ class SampleDraws(ForwardDraws):
         self._time_major = any(_is_time_major(module) for module in model.modules())
         self._recurrent = any(_drops_within(module) for module in model.modules())
         self._told: set[tuple[str, str]] = set()
-        self._forwards = 0
-        self._next_look = 1  # the number of the forward that is looked at
-        self._place: Place | None = None
-        self._key: int | None = None
+        self._unseen = self._following = 1  # forwards until one is looked at, and then the next
+        self._fresh: MicroBatch | None = None  # which has drawn nothing
         # Of the micro-batch, from its first draw on.
-        self._begun = False
+        self._key: int | None = None
         self._samples: Samples | None = None
         self._numbers: dict[int, int] = {}
         self._keys: dict[tuple[int, bool, str], Tensor] = {}
@@ -100,13 +98,13 @@ class SampleDraws(ForwardDraws):
         self._layouts: dict[tuple[Sequence[int], int], Layout | None] = {}
 
     def of(self, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        super().of(micro)
-        self._key, self._place, self._begun = micro.rng_key, micro.place, False
-        self._forwards += 1
-        if self._forwards == self._next_look:
-            self._next_look *= 2
-            return self._looking()
-        return self
+        key = micro.rng_key
+        if key is not None:
+            for generator in self._generators:
+                generator.manual_seed(key)
+        self._fresh = micro
+        self._unseen -= 1
+        return self if self._unseen else self._looking()
 
     def __enter__(self) -> None:
         kernels.current = self
@@ -120,8 +118,8 @@ class SampleDraws(ForwardDraws):
         self, shape: Sequence[int], device: torch.device, operation: str
     ) -> tuple[Tensor, Layout] | None:
         """Keys (samples,) of the next draw, and its layout; None: torch draws."""
-        if not self._begun:
-            self._begin()
+        if self._fresh is not None:
+            self._begin(self._fresh)
         kind = device.type
         generator, samples = self._by_device.get(kind), self._samples
         if generator is None or samples is None or self._key is None:
@@ -160,10 +158,10 @@ class SampleDraws(ForwardDraws):
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, micro: MicroBatch) -> None:
         """The first draw of a micro-batch."""
-        self._begun = True
-        self._samples = None if self._place is None else self._place.samples
+        self._fresh, self._key = None, micro.rng_key
+        self._samples = None if micro.place is None else micro.place.samples
         drawn = len(self._numbers) - 1  # by the forward before
         if drawn > self._at_once:
             self._at_once = min(drawn, _AT_ONCE)
@@ -200,6 +198,7 @@ class SampleDraws(ForwardDraws):
     @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
         """A forward after which it is said which other generators than torch's it drew from."""
+        self._unseen, self._following = self._following, self._following * 2
         before = _other_generators()
         with self:
             yield
