@@ -19,9 +19,8 @@ from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut
+from torsh_trainer.strategies import builtin
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
-from torsh_trainer.strategies.builtin import MPI as BuiltInMpi
-from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
@@ -206,7 +205,7 @@ ENGINES = [
     pytest.param(2, DDP(overlap=False), 3, id="ddp x 2, accumulate 2"),
     pytest.param(4, DDP(), 3, id="ddp x 4"),
     pytest.param(2, FSDP(), 6, id="fsdp x 2"),
-    pytest.param(2, Gloo(), 6, id="gloo x 2"),
+    pytest.param(2, builtin.Gloo(), 6, id="gloo x 2"),
 ]
 
 
@@ -299,9 +298,9 @@ MPI = replace(OPTIONS, backend="mpi")
         pytest.param(4, DDP(), OPTIONS, id="ddp x 4"),
         pytest.param(2, FSDP(), OPTIONS, id="fsdp x 2"),
         pytest.param(4, FSDP(), OPTIONS, id="fsdp x 4"),
-        pytest.param(2, Gloo(), OPTIONS, id="gloo x 2"),
-        pytest.param(2, BuiltInMpi(), MPI, id="mpi x 2"),
-        pytest.param(4, BuiltInMpi(), MPI, id="mpi x 4"),
+        pytest.param(2, builtin.Gloo(), OPTIONS, id="gloo x 2"),
+        pytest.param(2, builtin.MPI(), MPI, id="mpi x 2"),
+        pytest.param(4, builtin.MPI(), MPI, id="mpi x 4"),
     ],
 )
 def test_normalised_batches_and_dropout_train_and_evaluate_as_accumulated_in_one_process(
