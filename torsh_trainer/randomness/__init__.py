@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal, get_args
 
@@ -104,7 +104,10 @@ class SampleDraws(ForwardDraws):
                 generator.manual_seed(key)
         self._fresh = micro
         self._unseen -= 1
-        return self if self._unseen else self._looking()
+        if self._unseen:
+            return self
+        self._unseen, self._following = self._following, self._following * 2
+        return _Looking(self, self._told)
 
     def __enter__(self) -> None:
         kernels.current = self
@@ -195,14 +198,22 @@ class SampleDraws(ForwardDraws):
             places = self._places[rows, draws, device] = places_of(rows, draws, device)
         return keys_of(samples.key, places)
 
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
-        """A forward after which it is said which other generators than torch's it drew from."""
-        self._unseen, self._following = self._following, self._following * 2
-        before = _other_generators()
-        with self:
-            yield
-        for (name, old), (_, new) in zip(before, _other_generators(), strict=True):
+
+class _Looking:
+    """Forwards after which it is said which other generators than torch's they drew from."""
+
+    def __init__(self, draws: SampleDraws, told: set[tuple[str, str]]) -> None:
+        self._draws = draws
+        self._told = told
+        self._before: list[tuple[str, Any]] = []
+
+    def __enter__(self) -> None:
+        self._before = _other_generators()
+        self._draws.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._draws.__exit__()
+        for (name, old), (_name, new) in zip(self._before, _other_generators(), strict=True):
             if old != new and (name, "") not in self._told:
                 self._told.add((name, ""))
                 log.warning(

@@ -239,6 +239,13 @@ class Engine(abc.ABC):
             Unsupported: another ``run`` than the default, to an engine with a backward of its own.
         """
 
+    def draw_for(self, micro: MicroBatch) -> None:
+        """The next forwards and backwards that the caller makes draw as one of ``micro``, whose
+        batch nobody looks at.
+
+        An engine without a word on this draws from torch's generator, as it stands.
+        """
+
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Forwards and backwards within add to local gradients and communicate nothing."""
         return contextlib.nullcontext()
