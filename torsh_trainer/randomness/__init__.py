@@ -93,6 +93,8 @@ class SampleDraws(ForwardDraws):
         self._numbers: dict[int, int] = {}
         self._keys: dict[tuple[int, bool, str], Tensor] = {}
         # Kept from one step to the next.
+        self._seen: dict[int, tuple[Sequence[int], int]] = {}  # the first shape, by number of draw
+        self._told_of_growth = False
         self._at_once = 1  # draws whose keys are computed together: those of a whole forward
         self._places: dict[tuple[range, range, torch.device], Tensor] = {}
         self._layouts: dict[tuple[Sequence[int], int], Layout | None] = {}
@@ -133,6 +135,9 @@ class SampleDraws(ForwardDraws):
         if number is None or layout is None:
             self.leave(operation, shape)
             return None
+        before = self._seen.setdefault(number, (shape, samples.size))
+        if before[1] != samples.size:
+            self._check_growth(operation, layout, shape, samples.size, *before)
         following = ForwardKeys.of_micro_batch(self._key, number + 1)
         self._numbers[following] = number + 1
         generator.manual_seed(following)
@@ -160,6 +165,33 @@ class SampleDraws(ForwardDraws):
         )
 
     # -- parts ----------------------------------------------------------------------------------
+
+    def _check_growth(
+        self,
+        operation: str,
+        layout: Layout,
+        shape: Sequence[int],
+        samples: int,
+        before: Sequence[int],
+        samples_before: int,
+    ) -> None:
+        """Says once where a draw was taken for samples', and stays as long with others of them."""
+        if not shape or shape[0] != before[0] or self._told_of_growth:
+            return
+        then = self._layout(before, samples_before)
+        if layout.samples or (then is not None and then.samples):
+            self._told_of_growth = True
+            log.warning(
+                "%s in %s draws in the shape %s for %d samples and %s for %d: it was taken for "
+                "samples', which it may not be, and is then other numbers on other numbers of "
+                "processes; draw it with one dimension more in front, of size 1",
+                operation,
+                _module_at_work(self._model),
+                tuple(before),
+                samples_before,
+                tuple(shape),
+                samples,
+            )
 
     def _begin(self, micro: MicroBatch) -> None:
         """The first draw of a micro-batch."""
