@@ -196,6 +196,9 @@ class Course(abc.ABC):
     sized: bool = True
     """False where ``batch`` only stands for sizes that the task's own loaders say."""
 
+    knows_samples: bool = False
+    """Whether its loop tells the engine which samples each forward is of (``Engine.draw_for``)."""
+
     steps_per_epoch: int | None = None
     total_steps: int | None = None
 

@@ -44,7 +44,8 @@ class CoursedRank(Rank):
     @cached_property
     def job(self) -> Job:
         job = job_with(self.trainer, self.task, self.course.batch)
-        return replace(job, manual=self.course.manual, randomness="by_micro_batch")
+        randomness = job.randomness if self.course.knows_samples else "by_micro_batch"
+        return replace(job, manual=self.course.manual, randomness=randomness)
 
     @cached_property
     def loop(self) -> OwnLoop:  # type: ignore[override]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,19 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import default_collate
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut
+from torsh_trainer.strategies import builtin
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
-from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.task import DataSource, Task
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import OPTIONS, shared
 
 SAMPLES, BATCH, SEED, STEPS = 27, 12, 7, 4  # the third step of an epoch has 3 samples
 
@@ -152,8 +154,12 @@ def train(
     options: Mapping[str, Any] = MappingProxyType({}),
     begun: tuple[int, int, Mapping[str, Any]] | None = None,
     steps: int = STEPS,
+    evaluates: bool = False,
 ) -> Found:
-    """Losses of the steps and the model after them; ``begun``: samples, steps and model so far."""
+    """Losses of the steps and the model after them; ``begun``: samples, steps and model so far.
+
+    ``evaluates``: the last loss is that of an evaluation over all samples.
+    """
     size = comm.world.size
     cut = Cut(BATCH, micro, size, comm.world.rank)
     plan = BatchPlan(BATCH, micro, BATCH // micro // size, size)
@@ -173,6 +179,10 @@ def train(
         share = sum(float(loss) * weight for loss, weight in report.parts)
         losses.append(comm.reduce_values([share])[0] / work.weight)
     feed.close()
+    if evaluates:
+        batch = default_collate([task.data.train[i] for i in range(SAMPLES)])
+        (total, count) = engine.evaluate([(batch, True)], task)["loss"]
+        losses.append(float(total / count))
     whole = engine.state_dict()["model"]
     whole = {
         n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in whole.items()
@@ -195,7 +205,7 @@ ENGINES = [
     pytest.param(2, DDP(overlap=False), 3, id="ddp x 2, accumulate 2"),
     pytest.param(4, DDP(), 3, id="ddp x 4"),
     pytest.param(2, FSDP(), 6, id="fsdp x 2"),
-    pytest.param(2, Gloo(), 6, id="gloo x 2"),
+    pytest.param(2, builtin.Gloo(), 6, id="gloo x 2"),
 ]
 
 
@@ -257,6 +267,51 @@ def test_a_run_that_goes_on_in_another_cut_draws_the_same():
     first, model = shared(1).run(train, Single(), Draws(), BATCH, {}, None, 3)[0]
     for losses, whole in shared(2).run(train, DDP(), Draws(), 3, {}, (SAMPLES, 3, model), 1):
         assert_alike((first + losses, whole), right)
+
+
+class Normalised(nn.Module):
+    """BatchNorm, whose statistics are those of a micro-batch, and a dropout of half the units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(40, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Evaluates(Draws):
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(3)
+        return Normalised()
+
+
+MPI = replace(OPTIONS, backend="mpi")
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy", "comm"),
+    [
+        pytest.param(2, DDP(), OPTIONS, id="ddp x 2"),
+        pytest.param(4, DDP(), OPTIONS, id="ddp x 4"),
+        pytest.param(2, FSDP(), OPTIONS, id="fsdp x 2"),
+        pytest.param(4, FSDP(), OPTIONS, id="fsdp x 4"),
+        pytest.param(2, builtin.Gloo(), OPTIONS, id="gloo x 2"),
+        pytest.param(2, builtin.MPI(), MPI, id="mpi x 2"),
+        pytest.param(4, builtin.MPI(), MPI, id="mpi x 4"),
+    ],
+)
+def test_normalised_batches_and_dropout_train_and_evaluate_as_accumulated_in_one_process(
+    size, strategy, comm
+):
+    """Micro-batches of 3 everywhere: four of them in one process."""
+    given = (Evaluates(), 3, {}, None, STEPS, True)
+    (right,) = shared(1).run(train, Single(), *given)
+    for found in shared(size, options=comm).run(train, strategy, *given):
+        assert len(found[0]) == STEPS + 1
+        assert_alike(found, right)
 
 
 def test_by_micro_batch_another_cut_draws_other_numbers():

@@ -306,6 +306,32 @@ def test_what_has_no_key_draws_by_micro_batch_and_is_named_once(model, words, ca
         assert word in record.getMessage()
 
 
+@pytest.mark.parametrize("rows", [48, 24], ids=["a multiple", "as many"])
+def test_what_does_not_grow_with_the_samples_is_told_once_they_are_fewer(rows, caplog):
+    model = Of(lambda x: x @ torch.randn(rows, 7).T)
+    for first, count in ((0, 24), (24, 8), (32, 4)):
+        with SampleDraws(model, CPU).of(micro_batch(first=first, count=count)):
+            model(torch.randn(count, 7))
+    assert not caplog.records
+    draws = SampleDraws(model, CPU)
+    for first, count in ((0, 24), (24, 8), (32, 4)):
+        with draws.of(micro_batch(first=first, count=count)):
+            model(torch.randn(count, 7))
+    (record,) = caplog.records
+    assert f"normal_ in Of draws in the shape ({rows}, 7) for 24 samples and" in record.getMessage()
+
+
+def test_a_dropout_of_shorter_last_batches_says_nothing(caplog):
+    model = nn.Sequential(
+        nn.Dropout(), nn.Flatten(0, 1), nn.Dropout(), Of(lambda x: x * torch.rand(11))
+    )
+    draws = SampleDraws(model, CPU)
+    for count in (8, 4, 5, 2):
+        with draws.of(micro_batch(count=count)):
+            model(torch.randn(count, 3, 11))
+    assert not caplog.records
+
+
 def test_another_word_than_the_two_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.randomness=by_batch is unknown"):
         Trainer(task=Task(), max_steps=1, randomness="by_batch")

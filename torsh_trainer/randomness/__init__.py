@@ -6,14 +6,14 @@ import contextlib
 import logging
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from torsh_trainer.data.batch import MicroBatch, Place, Samples
+from torsh_trainer.data.batch import MicroBatch, Samples
 from torsh_trainer.data.draws import forward_generators
 from torsh_trainer.data.sampler import ForwardKeys
 from torsh_trainer.errors import ConfigError, nearest
@@ -71,7 +71,7 @@ class SampleDraws(ForwardDraws):
     of them: so whatever restores a generator to run a forward again (activation checkpointing)
     draws the same again, and what torch draws itself begins at a seed of the micro-batch.
 
-    A forward that draws nothing pays for nothing: all else begins with the first draw.
+    A forward that draws nothing pays a microsecond: all else begins with the first draw.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -85,28 +85,31 @@ class SampleDraws(ForwardDraws):
         self._time_major = any(_is_time_major(module) for module in model.modules())
         self._recurrent = any(_drops_within(module) for module in model.modules())
         self._told: set[tuple[str, str]] = set()
-        self._forwards = 0
-        self._next_look = 1  # the number of the forward that is looked at
-        self._place: Place | None = None
-        self._key: int | None = None
+        self._unseen = self._following = 1  # forwards until one is looked at, and then the next
+        self._fresh: MicroBatch | None = None  # which has drawn nothing
         # Of the micro-batch, from its first draw on.
-        self._begun = False
+        self._key: int | None = None
         self._samples: Samples | None = None
         self._numbers: dict[int, int] = {}
         self._keys: dict[tuple[int, bool, str], Tensor] = {}
         # Kept from one step to the next.
+        self._seen: dict[int, tuple[Sequence[int], int]] = {}  # the first shape, by number of draw
+        self._told_of_growth = False
         self._at_once = 1  # draws whose keys are computed together: those of a whole forward
         self._places: dict[tuple[range, range, torch.device], Tensor] = {}
         self._layouts: dict[tuple[Sequence[int], int], Layout | None] = {}
 
     def of(self, micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        super().of(micro)
-        self._key, self._place, self._begun = micro.rng_key, micro.place, False
-        self._forwards += 1
-        if self._forwards == self._next_look:
-            self._next_look *= 2
-            return self._looking()
-        return self
+        key = micro.rng_key
+        if key is not None:
+            for generator in self._generators:
+                generator.manual_seed(key)
+        self._fresh = micro
+        self._unseen -= 1
+        if self._unseen:
+            return self
+        self._unseen, self._following = self._following, self._following * 2
+        return _Looking(self, self._told)
 
     def __enter__(self) -> None:
         kernels.current = self
@@ -120,8 +123,8 @@ class SampleDraws(ForwardDraws):
         self, shape: Sequence[int], device: torch.device, operation: str
     ) -> tuple[Tensor, Layout] | None:
         """Keys (samples,) of the next draw, and its layout; None: torch draws."""
-        if not self._begun:
-            self._begin()
+        if self._fresh is not None:
+            self._begin(self._fresh)
         kind = device.type
         generator, samples = self._by_device.get(kind), self._samples
         if generator is None or samples is None or self._key is None:
@@ -132,6 +135,9 @@ class SampleDraws(ForwardDraws):
         if number is None or layout is None:
             self.leave(operation, shape)
             return None
+        before = self._seen.setdefault(number, (shape, samples.size))
+        if before[1] != samples.size:
+            self._check_growth(operation, layout, shape, samples.size, *before)
         following = ForwardKeys.of_micro_batch(self._key, number + 1)
         self._numbers[following] = number + 1
         generator.manual_seed(following)
@@ -160,10 +166,37 @@ class SampleDraws(ForwardDraws):
 
     # -- parts ----------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _check_growth(
+        self,
+        operation: str,
+        layout: Layout,
+        shape: Sequence[int],
+        samples: int,
+        before: Sequence[int],
+        samples_before: int,
+    ) -> None:
+        """Says once where a draw was taken for samples', and stays as long with others of them."""
+        if not shape or shape[0] != before[0] or self._told_of_growth:
+            return
+        then = self._layout(before, samples_before)
+        if layout.samples or (then is not None and then.samples):
+            self._told_of_growth = True
+            log.warning(
+                "%s in %s draws in the shape %s for %d samples and %s for %d: it was taken for "
+                "samples', which it may not be, and is then other numbers on other numbers of "
+                "processes; draw it with one dimension more in front, of size 1",
+                operation,
+                _module_at_work(self._model),
+                tuple(before),
+                samples_before,
+                tuple(shape),
+                samples,
+            )
+
+    def _begin(self, micro: MicroBatch) -> None:
         """The first draw of a micro-batch."""
-        self._begun = True
-        self._samples = None if self._place is None else self._place.samples
+        self._fresh, self._key = None, micro.rng_key
+        self._samples = None if micro.place is None else micro.place.samples
         drawn = len(self._numbers) - 1  # by the forward before
         if drawn > self._at_once:
             self._at_once = min(drawn, _AT_ONCE)
@@ -197,13 +230,22 @@ class SampleDraws(ForwardDraws):
             places = self._places[rows, draws, device] = places_of(rows, draws, device)
         return keys_of(samples.key, places)
 
-    @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
-        """A forward after which it is said which other generators than torch's it drew from."""
-        before = _other_generators()
-        with self:
-            yield
-        for (name, old), (_, new) in zip(before, _other_generators(), strict=True):
+
+class _Looking:
+    """Forwards after which it is said which other generators than torch's they drew from."""
+
+    def __init__(self, draws: SampleDraws, told: set[tuple[str, str]]) -> None:
+        self._draws = draws
+        self._told = told
+        self._before: list[tuple[str, Any]] = []
+
+    def __enter__(self) -> None:
+        self._before = _other_generators()
+        self._draws.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        self._draws.__exit__()
+        for (name, old), (_name, new) in zip(self._before, _other_generators(), strict=True):
             if old != new and (name, "") not in self._told:
                 self._told.add((name, ""))
                 log.warning(

@@ -25,6 +25,7 @@ from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.data.batch import MicroBatch as MicroBatch
 from torsh_trainer.data.batch import Place as Place
+from torsh_trainer.data.draws import forward_generators
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.membership import Membership
@@ -238,6 +239,16 @@ class Engine(abc.ABC):
         Raises:
             Unsupported: another ``run`` than the default, to an engine with a backward of its own.
         """
+
+    def draw_for(self, micro: MicroBatch) -> None:
+        """The next forwards and backwards that the caller makes draw as one of ``micro``, whose
+        batch nobody looks at.
+
+        An engine without a word on this draws by micro-batch.
+        """
+        if micro.rng_key is not None:
+            for generator in forward_generators(next(self.model.parameters()).device):
+                generator.manual_seed(micro.rng_key)
 
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Forwards and backwards within add to local gradients and communicate nothing."""

@@ -95,6 +95,7 @@ class NativeEngine(Engine):
         self._kept = (1.0, torch.ones((), device=comm.device))
         self.randomness = modules.randomness_of(job)
         self._draws = draws_of(self.randomness, model, comm.device)
+        self._drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._autocast = DTYPES[job.precision.compute] if job.precision.autocast else None
         self._scaler = LossScaler(job.precision.loss_scaling) if job.precision.scales_loss else None
         self._last: dict[str, float] = {}
@@ -272,7 +273,7 @@ class NativeEngine(Engine):
             self._compression.begin(self._loss_scale)
         if self._scaler is not None:
             loss = loss * self._scaler.scale
-        with contextlib.nullcontext() if sync else self.without_sync():
+        with self._drawing, contextlib.nullcontext() if sync else self.without_sync():
             try:
                 run(loss)
             except RuntimeError as error:
@@ -287,8 +288,12 @@ class NativeEngine(Engine):
         if manual:
             self._settle(None)
         before = self._buffers.look()
-        yield self.module
+        with self._drawing:
+            yield self.module
         self._buffers.after(None, before)
+
+    def draw_for(self, micro: MicroBatch) -> None:
+        self._drawing = self._draws.of(micro)
 
     @contextlib.contextmanager
     def evaluation_forward(self) -> Iterator[nn.Module]:

@@ -45,6 +45,13 @@ CASES: dict[str, tuple[str, Callable[[], Task], dict[str, Any]]] = {
         {"accumulate": 2},
     ),
     "overfit": ("ddp", ours, {"overfit_batches": 2}),
+    "dropout": ("ddp", lambda: ours(lambda: Net(0.5)), {"accumulate": 2}),
+    "dropout by hand on shards": ("fsdp", lambda: ours(lambda: ByHand(0.5)), {}),
+    "dropout run again": (
+        "ddp",
+        lambda: ours(lambda: Net(0.5)),
+        {"activation_checkpointing": True, "checkpoint_modules": ["Sequential"]},
+    ),
     "weighted": (
         "ddp",
         lambda: ours(

@@ -207,9 +207,8 @@ class LightningTask(Task):
     # -- knobs ----------------------------------------------------------------------------------
 
     def _ordered(self, setting: Setting) -> Order:
-        seed, device = setting.trainer.seed, setting.comm.device
         if self.order == GlobalOrder.name:
-            return GlobalOrder(setting.mesh, seed=seed, device=device)
+            return GlobalOrder(setting.mesh, seed=setting.trainer.seed)
         return Order()
 
     def _facade_flags(self, trainer: Any, *, manual: bool) -> dict[str, Any]:

@@ -98,8 +98,8 @@ class Net(L.LightningModule):
 
 
 class ByHand(Net):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, drops: float = 0.0) -> None:
+        super().__init__(drops)
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -34,6 +34,7 @@ class LightningCourse(Course):
             (trainer.accumulate or 1) * setting.mesh.dp, 1, trainer.accumulate or 1, setting.mesh.dp
         )
         self.manual = manual
+        self.knows_samples = stages.facade.order.portable
         self.total_steps = trainer.max_steps
         self.stages = stages
         self.configured = Configured()

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from torsh_trainer.checkpoint.setup import WORDS, compare
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.data.draws import forward_generators
+from torsh_trainer.data.batch import MicroBatch, Samples
+from torsh_trainer.data.batch import Place as PlaceInStep
 from torsh_trainer.data.feed import seeds_samples
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut, ForwardKeys
@@ -123,18 +124,17 @@ class Order:
 class GlobalOrder(Order):
     """One order of all samples by ``seed`` and epoch, cut over processes by position.
 
-    The gradient of a step is the mean over its samples; a forward draws by (``seed``, step, number
-    of the process's part), and a dataset by (``seed``, epoch, sample).
+    The gradient of a step is the mean over its samples; a forward draws by (``seed``, step, place
+    of the sample in it), and a dataset by (``seed``, epoch, sample).
     """
 
     name = "ours"
     portable = True
 
-    def __init__(self, mesh: Mesh, *, seed: int, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, *, seed: int) -> None:
         self._mesh = mesh
         self._seed = seed
         self._keys = ForwardKeys(seed)
-        self._generators = forward_generators(device)
         self._training: Batches | None = None
         self._facts: dict[str, Any] = {}
         self._total = 0
@@ -184,8 +184,12 @@ class GlobalOrder(Order):
         self.factor = mine * ranks * every / batches.samples(first, last)
         number = (index - first) * ranks + self._mesh.dp_rank
         base = self._keys.of_step(epochs._batches_that_stepped)
-        for generator in self._generators:
-            generator.manual_seed(self._keys.of_micro_batch(base, number))
+        micro = batches.cut.micro_batch_size
+        # A process without samples runs the first of the batch again.
+        samples = Samples(number * micro if mine else 0, mine or min(self._total, micro), base)
+        place = PlaceInStep(number, (last - first) * ranks, samples)
+        key = self._keys.of_micro_batch(base, number)
+        trainer.strategy.engine.draw_for(MicroBatch(None, self.weight, key, place))
 
     def samples(self, batch: Any, processes: int) -> int:
         return self._total
