@@ -125,11 +125,11 @@ class OddTask(TinyTask):
             return self._by_features(model, batch["tokens"])
         logits = model(batch["tokens"])
         if torch.is_grad_enabled() and self.kind == "regularised":
-            self.extra = 0.01 * sum(p.square().sum() for p in model.parameters())
+            self.extra = 0.01 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
         if torch.is_grad_enabled() and self.kind == "penalty_of_parameters":
             loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
             gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            self.extra = 0.1 * sum(gradient.square().sum() for gradient in gradients)
+            self.extra = 0.1 * torch.stack([slope.square().sum() for slope in gradients]).sum()
         return logits
 
     def _by_features(self, model: nn.Module, tokens: Tensor) -> Tensor:
@@ -140,9 +140,8 @@ class OddTask(TinyTask):
             (slope,) = torch.autograd.grad(
                 logits.square().sum(), features, create_graph=penalised, retain_graph=True
             )
-            self.extra = 0.01 * (slope.square().sum(-1) - 1).square().mean()
-            if not penalised:
-                self.extra = self.extra.detach() * logits.square().mean()
+            penalty = 0.01 * (slope.square().sum(-1) - 1).square().mean()
+            self.extra = penalty if penalised else penalty.detach() * logits.square().mean()
         return logits
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
@@ -150,13 +149,14 @@ class OddTask(TinyTask):
 
 
 def _made_odd(model: TinyModel, kind: str) -> TinyModel:
-    first, second = model.blocks[0].linear, model.blocks[1].linear
+    blocks: list[Any] = list(model.blocks)
+    first, second = blocks[0].linear, blocks[1].linear
     if kind == "clamp":
         model.head.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     elif kind == "sign":
         first.weight.register_hook(lambda gradient: gradient.sign() * 0.01)
     elif kind == "module_hook":
-        model.norm.register_full_backward_hook(lambda _, into, __: (into[0].clamp(-0.01, 0.01),))
+        model.norm.register_full_backward_hook(_clamped)
     elif kind == "accumulated":
         model.head.weight.register_post_accumulate_grad_hook(_halve)
     elif kind == "transposed":
@@ -172,6 +172,10 @@ def _made_odd(model: TinyModel, kind: str) -> TinyModel:
     elif kind == "same":
         first.bias = nn.Parameter(second.bias.data)
     return model
+
+
+def _clamped(_: nn.Module, into: Any, __: Any) -> tuple[Tensor]:
+    return (into[0].clamp(-0.01, 0.01),)
 
 
 def _halve(parameter: Tensor) -> None:
