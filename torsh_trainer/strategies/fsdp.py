@@ -348,7 +348,9 @@ class FSDPEngine(NativeEngine):
     @contextlib.contextmanager
     def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
         self._let_go()
-        reads = Reads(self._names) if self._watches else contextlib.nullcontext()
+        # A task that steps by itself has its optimizers in there, which go over shards.
+        watches = self._watches and not manual
+        reads = Reads(self._names) if watches else contextlib.nullcontext()
         with in_words(), super().training_forward(manual=manual) as module, reads:
             yield module
 
