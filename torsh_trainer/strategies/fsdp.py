@@ -107,7 +107,10 @@ class FSDP(Strategy):
         model = modules.build(job, comm, device=torch.device("cpu") if self.cpu_offload else None)
         modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
         for tensor in [*model.parameters(), *model.buffers()]:
-            comm.broadcast(comm.place(tensor.detach()), src=0)
+            values = comm.place(tensor.detach().contiguous())
+            comm.broadcast(values, src=0)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)
         units = self._units(model)
         modules.compiled(job, units or [model])
         roots = self._roots(model) if job.manual else [model]
