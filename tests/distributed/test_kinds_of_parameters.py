@@ -55,6 +55,13 @@ class Odd(nn.Module):
         if kind == "transposed":
             weight = self.tiny.head.weight
             self.tiny.head.weight = nn.Parameter(weight.detach().t().contiguous().t())
+        if kind == "gaps":
+            weight = self.tiny.head.weight.detach()
+            self.tiny.head.weight = nn.Parameter(torch.cat([weight, weight], 1)[:, ::2])
+        if kind == "channels_last":
+            self.mix = nn.Conv2d(1, 3, 3, padding=1)
+            self.back = nn.Conv2d(3, 1, 3, padding=1)
+            self.to(memory_format=torch.channels_last)
         if kind == "hook":
             self.tiny.head.weight.register_hook(lambda gradient: gradient * 2)
         if kind == "float64":
@@ -69,6 +76,8 @@ class Odd(nn.Module):
             hidden = hidden + self.odd.sum()
         if self.kind in ("scalar", "bf16"):
             hidden = hidden * self.odd.float()
+        if self.kind == "channels_last":
+            hidden = hidden + self.back(torch.tanh(self.mix(hidden[:, None])))[:, 0]
         for block in self.tiny.blocks:
             hidden = hidden + block(hidden)
         logits: Tensor = self.tiny.head(self.tiny.norm(hidden))
@@ -294,6 +303,13 @@ def train_and_move(
     return drivers[1].finish(outcome)
 
 
-@pytest.mark.parametrize("kind", ["transposed", "float64"])
+@pytest.mark.parametrize("kind", ["transposed", "gaps", "channels_last", "float64"])
 def test_fsdp_trains_other_layouts_and_dtypes(kind: str) -> None:
     equal_plain(FSDP(), kind)
+    equal_plain(FSDP(wrap_modules=("Linear",)), kind)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "gaps", "channels_last"])
+@pytest.mark.parametrize("strategy", WHOLE, ids=str)
+def test_parameters_in_any_order_in_memory_train(strategy: Strategy, kind: str) -> None:
+    equal_plain(strategy, kind)

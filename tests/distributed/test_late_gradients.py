@@ -31,8 +31,9 @@ class Shared(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        width = WIDTH if kind == "within" else VOCABULARY
-        self.first = nn.Linear(VOCABULARY, width) if kind == "within" else nn.Identity()
+        has_first = kind in ("within", "apart")
+        width = WIDTH if has_first else VOCABULARY
+        self.first = nn.Linear(VOCABULARY, width) if has_first else nn.Identity()
         self.layer = nn.Linear(width, width)
         self.head = nn.Linear(width, VOCABULARY)
         self.kind, self.calls = kind, 0
@@ -40,7 +41,9 @@ class Shared(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         self.calls += 1
         hidden = functional.one_hot(tokens, VOCABULARY).to(self.head.weight.dtype)
-        hidden = torch.tanh(self.layer(self.first(hidden)))
+        hidden = self.first(hidden)
+        if self.kind != "apart":
+            hidden = torch.tanh(self.layer(hidden))
         if self.kind != "later" or self.calls > 2:
             hidden = torch.tanh(checkpoint(self.layer, hidden, use_reentrant=True))
         logits: Tensor = self.head(hidden)
@@ -101,6 +104,37 @@ def test_torchs_wrapper_refuses_it_in_the_first_step(strategy: Strategy, kind: s
         assert isinstance(words, str)
         assert "'layer." in words
         assert "strategy.overlap=false" in words
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DDP(),
+        DDP(bucket_cap_mb=SMALL),
+        DDP(find_unused_parameters=True),
+        DDP(static_graph=True),
+        DDP(gradient_as_bucket_view=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_torchs_wrapper_refuses_it_where_it_begins_in_a_later_step(
+    strategy: Strategy, accumulate: int
+) -> None:
+    scenario = Scenario(data=TinyData(accumulate=accumulate), clip=Clip())
+    for words in shared(2).run(train, strategy, scenario, "later"):
+        assert isinstance(words, str)
+        assert "use_reentrant=True" in words
+        assert "strategy.overlap=false" in words
+
+
+@pytest.mark.parametrize("strategy", [DDP(), DDP(bucket_cap_mb=SMALL)], ids=str)
+def test_a_layer_of_its_own_in_a_reentrant_checkpoint_trains(strategy: Strategy) -> None:
+    scenario = Scenario(data=TinyData(accumulate=2), clip=Clip())
+    expected = reference.train(scenario, 2, task=SharedTask("apart"))
+    for outcome in shared(2).run(train, strategy, scenario, "apart"):
+        assert isinstance(outcome, Outcome), outcome
+        same_tensors(outcome.parameters, expected.parameters, FP32.parameters, "parameters")
 
 
 def test_a_layer_that_is_shared_in_some_steps_alone_is_refused_there() -> None:

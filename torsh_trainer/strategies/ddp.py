@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -183,7 +184,8 @@ class DDPEngine(NativeEngine):
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
         try:
-            report = super().forward_backward(micro_batches, total_weight, task)
+            with self._looking():
+                report = super().forward_backward(micro_batches, total_weight, task)
             self._check_backward()
         except RuntimeError as error:
             raise self._left_over(error) or error from error
@@ -206,7 +208,7 @@ class DDPEngine(NativeEngine):
                 use="set strategy.op=average, and multiply the loss",
             )
         try:
-            with self._enter.averaging():
+            with self._enter.averaging(), self._looking():
                 super().backward(loss, sync=sync, run=run)
             if not sync:
                 return
@@ -231,15 +233,26 @@ class DDPEngine(NativeEngine):
             self._refuse_repeats()
             self._ddp._check_reducer_finalized()
 
+    def _looking(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._ddp is None else self._repeats.looking()
+
     def _refuse_repeats(self) -> None:
         repeated = self._repeats.end()
+        use = "give that checkpoint use_reentrant=False, or set strategy.overlap=false"
         if repeated:
             raise self._knobs.refuse(
                 f"a backward that adds several times to one parameter, as "
                 f"{self._names[id(repeated[0])]!r} here: a layer that is used several times under "
-                "torch.utils.checkpoint with use_reentrant=True, whose gradient is averaged after "
-                "the first",
-                use="give that checkpoint use_reentrant=False, or set strategy.overlap=false",
+                "torch.utils.checkpoint with use_reentrant=True, whose gradient is sent after the "
+                "first",
+                use=use,
+            )
+        if self._repeats.began:
+            raise self._knobs.refuse(
+                "backwards that begin others within them in some steps and not in the first, as "
+                "torch.utils.checkpoint with use_reentrant=True does: what they add to a gradient "
+                "may come after it was sent",
+                use=use,
             )
 
     @contextlib.contextmanager
@@ -306,7 +319,9 @@ class DDPEngine(NativeEngine):
         """What torch means by an error about this backward or the one before, if it is that."""
         if "mark a variable ready only once" in str(error):
             self._refuse_repeats()
-        return self._unused_error() if "finished reduction" in str(error) else None
+        if "finished reduction" not in str(error):
+            return None
+        return self._unused_error() or self._left_out(error)
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
@@ -376,9 +391,24 @@ class DDPEngine(NativeEngine):
 
     def _unused_error(self) -> ConfigError | None:
         unused = self._unused()
-        if self._knobs.find_unused_parameters or not unused or len(unused) == len(self._parameters):
+        if self._knobs.find_unused_parameters or len(unused) == len(self._parameters):
             return None
-        return modules.unused_parameters(unused)
+        return modules.unused_parameters(unused) if unused else None
+
+    def _left_out(self, error: RuntimeError) -> ConfigError | None:
+        """The error for parameters that have gradients, and none from the last micro-batch."""
+        found = _LEFT_OUT.search(str(error))
+        if found is None or self._ddp is None or self._knobs.find_unused_parameters:
+            return None
+        trained = [p for p in self._ddp.parameters() if p.requires_grad]
+        names = [self._names[id(trained[int(place)])] for place in found.group(1).split()]
+        return ConfigError(
+            f"{len(names)} parameters got no gradient from the last micro-batch of a step, while "
+            f"others of the step used them: {', '.join(names[:8])}"
+            + (", ..." if len(names) > 8 else ""),
+            fix="set strategy.find_unused_parameters=true or strategy.overlap=false",
+            unused=names,
+        )
 
     # -- overlap=false ---------------------------------------------------------------------------
 
@@ -419,6 +449,10 @@ class DDPEngine(NativeEngine):
         used = self.comm.place(used)
         self.comm.all_reduce(used, op="max")
         return [p for p, flag in zip(self._parameters, used.tolist(), strict=True) if flag]
+
+
+_LEFT_OUT = re.compile(r"indices which did not receive grad for rank \d+: ([\d ]+)")
+"""In torch's error: the places of parameters among those that the wrapper reduces."""
 
 
 def _in_fp32(job: Job) -> bool:

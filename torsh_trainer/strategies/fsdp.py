@@ -107,7 +107,10 @@ class FSDP(Strategy):
         model = modules.build(job, comm, device=torch.device("cpu") if self.cpu_offload else None)
         modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
         for tensor in [*model.parameters(), *model.buffers()]:
-            comm.broadcast(comm.place(tensor.detach()), src=0)
+            values = comm.place(tensor.detach().contiguous())
+            comm.broadcast(values, src=0)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values)
         units = self._units(model)
         modules.compiled(job, units or [model])
         roots = self._roots(model) if job.manual else [model]
@@ -349,7 +352,9 @@ class FSDPEngine(NativeEngine):
     @contextlib.contextmanager
     def training_forward(self, *, manual: bool = False) -> Iterator[nn.Module]:
         self._let_go()
-        reads = Reads(self._names) if self._watches else contextlib.nullcontext()
+        # A task that steps by itself has its optimizers in there, which go over shards.
+        watches = self._watches and not manual
+        reads = Reads(self._names) if watches else contextlib.nullcontext()
         with in_words(), super().training_forward(manual=manual) as module, reads:
             yield module
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def sharded(comm: Communicator) -> Wrap:
     def wrap(optimizer: Optimizer) -> Optimizer:
         if comm.world.size > 1:
             refuse_joint(optimizer)
+            _close_gaps(p for group in optimizer.param_groups for p in group["params"])
         # Imported here: it pulls in torch.distributed.optim, which no other run needs.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -46,6 +47,13 @@ def sharded(comm: Communicator) -> Wrap:
         )
 
     return wrap
+
+
+def _close_gaps(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives memory of its own to what has gaps there: torch's would send those for elements."""
+    for parameter in parameters:
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            parameter.data = parameter.data.clone()
 
 
 class CommonParameters:
