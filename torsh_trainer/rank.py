@@ -786,5 +786,5 @@ def _to_host(output: Any) -> Any:
 
 def _joined(parts: list[Any]) -> Any:
     if parts and all(isinstance(part, torch.Tensor) for part in parts):
-        return torch.cat(parts)
+        return torch.cat([part if part.dim() else part[None] for part in parts])
     return [value for part in parts for value in (part if isinstance(part, list) else [part])]

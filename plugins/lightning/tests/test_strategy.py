@@ -474,7 +474,7 @@ def refused(world, port, folder, engine, module, flags) -> str:
             "deepspeed, stage 2",
             Net(),
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-            "max_grad_value",
+            'gradient_clip_algorithm="value"',
         ),
         ("gloo", Net(), {"sync_batchnorm": True}, "sync_batchnorm=True needs CUDA"),
     ],

@@ -51,6 +51,7 @@ from torsh_trainer_lightning.starting import TrainerLauncher
 from torsh_trainer_lightning.state import Held, is_apart
 from torsh_trainer_lightning.together import Together, undone
 from torsh_trainer_lightning.translated import Translation, of_deepspeed, of_horovod
+from torsh_trainer_lightning.vocabulary import OF_A_MODULE, OF_THE_TRAINER
 
 
 class EngineStrategy(Processes, ParallelStrategy):
@@ -61,6 +62,8 @@ class EngineStrategy(Processes, ParallelStrategy):
     """
 
     _checkpoint_io: CheckpointIO | None
+    vocabulary = OF_A_MODULE
+    """In whose words errors leave."""
 
     def __init__(
         self,
@@ -271,8 +274,12 @@ class EngineStrategy(Processes, ParallelStrategy):
             raise Unsupported(
                 "this strategy steps optimizers its own way, without a closure or arguments, and "
                 f"{type(self.configured.by_name[name]).__name__} is given one",
-                fix='use TorshStrategy("ddp") or TorshStrategy("single")',
+                fix="set strategy=ddp or strategy=single",
             )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """An error leaves in the words of its reader."""
+        self.vocabulary.translate(exception)
 
     def on_train_start(self) -> None:
         """Callbacks have been told that a fit starts, and may have changed the optimizers."""
@@ -346,6 +353,7 @@ class TorshStrategy(Chosen, EngineStrategy):
     """
 
     _launcher_class = TrainerLauncher
+    vocabulary = OF_THE_TRAINER
 
     def _begin(
         self, precision: Precision | None, plugin: LightningPrecision | None, **lightnings: Any

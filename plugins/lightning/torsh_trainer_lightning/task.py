@@ -30,7 +30,7 @@ from torsh_trainer.strategies.base import Clip
 from torsh_trainer.task import DataSource, Task
 from torsh_trainer_lightning.checks import check
 from torsh_trainer_lightning.loop.course import LightningCourse
-from torsh_trainer_lightning.loop.facade import Facade
+from torsh_trainer_lightning.loop.facade import WORDS, Facade
 from torsh_trainer_lightning.loop.order import GlobalOrder, Order
 from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.stages import Stages
@@ -43,8 +43,10 @@ class LightningTask(Task):
     ``module`` and ``datamodule`` are objects, or callables that make them: those are called under
     ``trainer.seed``, the data module first, as a script would. ``callbacks`` and ``loggers`` are
     Lightning's, by any name. ``ckpt_path`` is a ``.ckpt`` of Lightning to go on from (or to
-    evaluate); ``trust_ckpt`` lets it run code. ``order`` is ``lightning``, or ``ours``: samples,
-    weights and random numbers as in the trainer's other tasks, whatever the number of processes.
+    evaluate), or ``last`` for the newest that a ModelCheckpoint has left; ``ckpt_path_after_fit``
+    gives the stages after training the ``last`` or the ``best`` weights. ``trust_ckpt`` lets a
+    checkpoint run code. ``order`` is ``lightning``, or ``ours``: samples, weights and random
+    numbers as in the trainer's other tasks, whatever the number of processes.
     The other knobs are flags of ``lightning.Trainer`` under its own names; null leaves what the
     ``trainer`` group says.
 
@@ -70,6 +72,7 @@ class LightningTask(Task):
         loggers: Mapping[str, Any] | Sequence[Any] = (),
         order: str = "lightning",
         ckpt_path: str | None = None,
+        ckpt_path_after_fit: str | None = None,
         trust_ckpt: bool = False,
         seed_workers: bool = False,
         min_epochs: int | None = None,
@@ -93,7 +96,18 @@ class LightningTask(Task):
         if order not in _ORDERS:
             raise ConfigError(f"task.order={order} is unknown", fix=nearest(order, _ORDERS))
         self.order = order
+        if ckpt_path == "best":
+            raise ConfigError(
+                "task.ckpt_path=best: before training nothing is the best",
+                fix="set task.ckpt_path_after_fit=best for the stages after it, or give a file",
+            )
+        if ckpt_path_after_fit not in (None, *WORDS):
+            raise ConfigError(
+                f"task.ckpt_path_after_fit={ckpt_path_after_fit} is unknown",
+                fix="set last, best or null; a file stands in task.ckpt_path",
+            )
         self.ckpt_path = ckpt_path
+        self.ckpt_path_after_fit = ckpt_path_after_fit
         self.trust_ckpt = trust_ckpt
         self.seed_workers = seed_workers
         self._module = module
@@ -130,7 +144,7 @@ class LightningTask(Task):
         # As under fast_dev_run; a logger stays, for callbacks that ask for one.
         task.callbacks = [c for c in self.callbacks if not isinstance(c, _NOT_TRAINING)]
         task.loggers = [DummyLogger()] if self.loggers else []
-        task.ckpt_path = None
+        task.ckpt_path = task.ckpt_path_after_fit = None
         task._limits = {**self._limits, "val": 0}
         task._least = dict.fromkeys(self._least)
         task._val_check_interval = None
@@ -154,6 +168,7 @@ class LightningTask(Task):
                 callbacks=list(self.callbacks),
                 logger=list(self.loggers) or False,
                 default_root_dir=str(setting.run_dir / "lightning"),
+                taken=None if trainer.checkpoint.dir else setting.run_dir.resolve() / "checkpoints",
                 shares=self._shares(setting, manual=not module.automatic_optimization),
                 **self._facade_flags(trainer, manual=not module.automatic_optimization),
             )
@@ -166,6 +181,7 @@ class LightningTask(Task):
             stages=trainer.stages,
             ckpt_path=resume if resume.endswith(".ckpt") else self.ckpt_path,
             trust_ckpt=self.trust_ckpt,
+            after_fit=self._after_fit(trainer),
         )
         self._course = LightningCourse(
             setting,
@@ -176,6 +192,15 @@ class LightningTask(Task):
             sgd_lr=None if self._likened is None else self._likened.sgd_lr,
         )
         return self._course
+
+    def _after_fit(self, trainer: Any) -> str | None:
+        word = self.ckpt_path_after_fit
+        if word is not None and "fit" not in trainer.stages:
+            raise ConfigError(
+                f"task.ckpt_path_after_fit={word}, and trainer.stages has no fit",
+                fix="give the file: task.ckpt_path=FILE.ckpt",
+            )
+        return None if trainer.fast_dev_run else word
 
     def _shares(self, setting: Setting, *, manual: bool) -> Shares | None:
         """The shares of several processes, where this one stands for them."""

@@ -11,6 +11,7 @@ from torsh_trainer.strategies.base import BatchPlan, Clip
 from torsh_trainer_lightning.adapter import Configured, configured
 from torsh_trainer_lightning.loop.driver import LightningLoop
 from torsh_trainer_lightning.loop.loaded import check_processes, lightning_state
+from torsh_trainer_lightning.loop.picked import Own
 from torsh_trainer_lightning.loop.stages import Stages
 
 
@@ -46,6 +47,7 @@ class LightningCourse(Course):
         self._sgd_lr = sgd_lr
         self._on_nonfinite = trainer.on_nonfinite
         self._allow = trainer.checkpoint.allow
+        self._own = Own(trainer.checkpoint.monitor, trainer.checkpoint.monitor_mode)
 
     def setup(self) -> Mapping[str, Any]:
         return {"task": self._kind, "task.order": self.stages.facade.order.name}
@@ -107,4 +109,5 @@ class LightningCourse(Course):
             clip=self._clip,
             on_nonfinite=self._on_nonfinite,
             allow=self._allow,
+            own=self._own,
         )

@@ -40,8 +40,14 @@ from torsh_trainer_lightning.loop.kept import (
     merged,
     restored,
 )
-from torsh_trainer_lightning.loop.loaded import check_processes, set_restored, told_of_load
+from torsh_trainer_lightning.loop.loaded import (
+    check_processes,
+    lightning_state,
+    set_restored,
+    told_of_load,
+)
 from torsh_trainer_lightning.loop.order import check_data
+from torsh_trainer_lightning.loop.picked import Own, check_weights, weights_at
 from torsh_trainer_lightning.loop.saved import Saved, saved_state
 from torsh_trainer_lightning.loop.stages import Stages
 
@@ -64,6 +70,7 @@ class LightningLoop(OwnLoop, Host):
         clip: Clip,
         on_nonfinite: str,
         allow: Sequence[str],
+        own: Own,
     ) -> None:
         self.position = Position()
         self.metrics = {}
@@ -78,6 +85,7 @@ class LightningLoop(OwnLoop, Host):
         self._comm = comm
         self._on_nonfinite = on_nonfinite
         self._allow = allow
+        self._own = own
         self._readers = [c for c in parts.callbacks if type(c).on_step is not Callback.on_step]
         self._listeners = [c for c in self._readers if c.every_step]
         self._log_every = parts.cadence.log_every
@@ -97,6 +105,7 @@ class LightningLoop(OwnLoop, Host):
         self._draws: dict[str, Any] = {}
         self._norms: dict[str, Tensor] = {}  # of the gradients of this batch, by optimizer
         self._stepped_at: float | None = None  # the rate of this batch, where it is reported
+        self._picks = stages.after_fit
         stages.facade.tell(self)
 
     # -- stages ---------------------------------------------------------------------------------
@@ -111,6 +120,7 @@ class LightningLoop(OwnLoop, Host):
                     self._stages.start("fit", self._restore)
                     if self.wants_stop:
                         facade.should_stop = True
+                    self._check_pick()
                     self._check_hooks()
                     self._since = (time.perf_counter(), self.position.samples, self._batches)
                     facade.drive()
@@ -124,6 +134,7 @@ class LightningLoop(OwnLoop, Host):
     def evaluate(self, split: str) -> EvaluationReport:
         began = time.perf_counter()
         stage = "evaluate" if split == "eval" else split
+        self._pick_weights()
         with self._facade.guarded():
             self._stages.start(stage, None)
             outputs = self._facade.drive()
@@ -131,12 +142,42 @@ class LightningLoop(OwnLoop, Host):
         return self._report(split, outputs or [], began)
 
     def predict(self) -> Iterable[Any]:
+        self._pick_weights()
         with self._facade.guarded():
             self._stages.start("predict", None)
             outputs = self._facade.drive()
             self._stages.finish()
         several = bool(outputs) and isinstance(outputs[0], list)
         return [part for loader in outputs for part in loader] if several else list(outputs or [])
+
+    def _pick_weights(self) -> None:
+        """The first stage after training takes the weights that it is to have."""
+        word, self._picks = self._picks, None
+        if word is None:
+            return
+        if self._facade.checkpoint_callbacks:
+            self._stages.take_ckpt(word)
+            return
+        checkpointer = self._parts.checkpointer
+        path = self._own.path(checkpointer, word, self._comm)
+        check_weights(lightning_state(checkpointer.plain(path)), str(path))
+        loaded = weights_at(checkpointer, path, self.state(template=True))
+        state = self.engine.state_template()
+        self.engine.load_state_dict({**state, "model": loaded["engine"]["model"]})
+        log.info("the %s checkpoint of this run is %s", word, path)
+
+    def _check_pick(self) -> None:
+        """Makes sure that there will be checkpoints to take weights from.
+
+        Raises:
+            ConfigError: nothing is saved.
+        """
+        if self._picks and not self._saves and not self._facade.checkpoint_callbacks:
+            raise ConfigError(
+                f"task.ckpt_path_after_fit={self._picks}, and this run saves nothing",
+                fix="set checkpoint.at_end=true or checkpoint.every_epochs, or add a "
+                "ModelCheckpoint to task.callbacks",
+            )
 
     # -- what the loops tell (see fit.Host) ------------------------------------------------------
 

@@ -7,12 +7,15 @@ ends with the module as its author has configured it, ``start`` begins with the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.utilities import _parse_loop_limits
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.configuration_validator import _verify_loop_configurations
@@ -27,6 +30,11 @@ from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.wording import worded
 from torsh_trainer_lightning.other import adopted
 
+log = logging.getLogger(__name__)
+
+WORDS = ("last", "best")
+"""What may stand in the place of a path, as in ``Trainer.test(ckpt_path="best")``."""
+
 STAGES = {
     "fit": (TrainerFn.FITTING, RunningStage.TRAINING),
     "evaluate": (TrainerFn.VALIDATING, RunningStage.VALIDATING),
@@ -36,7 +44,10 @@ STAGES = {
 
 
 class Facade(Trainer):
-    """Lightning's Trainer around an engine of ours; its verbs belong to the run."""
+    """Lightning's Trainer around an engine of ours; its verbs belong to the run.
+
+    ``taken`` is the folder of the run's own checkpoints, where no callback saves.
+    """
 
     fit_loop: FitLoop
     _logger_connector: Connector
@@ -52,6 +63,7 @@ class Facade(Trainer):
         order: Order,
         inference_mode: bool,
         shares: Shares | None = None,
+        taken: Path | None = None,
         **flags: Any,
     ) -> None:
         super().__init__(
@@ -63,6 +75,7 @@ class Facade(Trainer):
             **flags,
         )
         self.order = order
+        self._taken = taken
         self._data_connector = order.connector(self)
         self._shares = shares
         if shares is not None:
@@ -99,11 +112,13 @@ class Facade(Trainer):
         module: LightningModule,
         datamodule: LightningDataModule | None,
         *,
-        ckpt: tuple[str, dict[str, Any]] | None,
+        ckpt: str | None,
+        read: Callable[[str], dict[str, Any]],
     ) -> None:
         """``Trainer._run`` up to the engine: data prepared, module set up and configured.
 
-        ``ckpt`` is the path of a checkpoint of Lightning to go on from, and its content.
+        ``ckpt`` is the path of a checkpoint of Lightning to go on from, or ``last`` or ``best`` of
+        those of the callbacks; ``read`` gives its content.
         """
         self.strategy._lightning_module = module
         self.state.fn, self.state.stage = STAGES[stage]
@@ -123,7 +138,9 @@ class Facade(Trainer):
         self.strategy.connect(module)
         self._callback_connector._attach_model_callbacks()
         for callback in self.callbacks:
-            adopted(callback)
+            self._separate(adopted(callback))
+        if ckpt in WORDS:
+            ckpt = self.strategy.broadcast(self._path_of(ckpt))
         self._callback_connector._attach_model_logging_functions()
         _verify_loop_configurations(self)
         self.strategy.setup_environment()
@@ -135,12 +152,29 @@ class Facade(Trainer):
         call._call_configure_model(self)
         if ckpt is not None:
             connector = self._checkpoint_connector
-            connector._ckpt_path, connector._loaded_checkpoint = ckpt
+            connector._ckpt_path, connector._loaded_checkpoint = ckpt, read(ckpt)
             connector.restore_model()
             connector.restore_datamodule()
             connector.restore_callbacks()
         self._logger_connector.reset_results()
         self._logger_connector.reset_metrics()
+
+    def _path_of(self, word: str) -> str | None:
+        """The file that ``last`` or ``best`` means now; None: there is no last one."""
+        find = self._checkpoint_connector._parse_ckpt_path
+        path = find(self.state.fn, word, model_provided=True, model_connected=True)
+        return None if path is None else str(path)
+
+    def _separate(self, callback: Any) -> None:
+        """Has a ModelCheckpoint save beside the folder that is the run's own, not in it."""
+        held = getattr(callback, "dirpath", None)
+        if isinstance(callback, ModelCheckpoint) and held and Path(held) == self._taken:
+            callback.dirpath = str(Path(self.default_root_dir) / "checkpoints")
+            log.info(
+                "%s holds the run's own checkpoints: ModelCheckpoint saves in %s",
+                held,
+                callback.dirpath,
+            )
 
     def start(self, restore: Callable[[], None] | None) -> None:
         """``Trainer._run`` from the engine up to the first batch; ``restore`` loads what is left of

@@ -31,6 +31,7 @@ class Stages:
         stages: Sequence[str],
         ckpt_path: str | None,
         trust_ckpt: bool,
+        after_fit: str | None = None,
     ) -> None:
         self.facade = facade
         self.module = module
@@ -39,6 +40,9 @@ class Stages:
         self._device = device
         self._first = stages[0]
         self._ckpt_path = ckpt_path
+        self.after_fit = after_fit
+        """Whose weights the stages after training have, ``last`` or ``best``; None: the trained."""
+
         self.trust_ckpt = trust_ckpt
         self.thaw = Thaw(module)
         self.left_out: frozenset[str] = frozenset()
@@ -55,6 +59,13 @@ class Stages:
         self._ckpt_path = None
         self.left_out = left_out
         self._freed = freed
+
+    def take_ckpt(self, word: str) -> None:
+        """The next stage begins with the ``last`` or ``best`` of Lightning's checkpoints."""
+        self._ckpt_path = word
+
+    def _read(self, path: str) -> dict[str, Any]:
+        return read_ckpt(path, trusted=self.trust_ckpt)
 
     def model(self) -> LightningModule:
         """The module, set up and configured for the first stage."""
@@ -95,8 +106,7 @@ class Stages:
     def _begin(self, stage: str) -> None:
         set_rng_state(self._draws, self._device)
         path, self._ckpt_path = self._ckpt_path, None
-        ckpt = None if path is None else (path, read_ckpt(path, trusted=self.trust_ckpt))
         with self.facade.guarded():
-            self.facade.begin(stage, self.module, self._datamodule, ckpt=ckpt)
+            self.facade.begin(stage, self.module, self._datamodule, ckpt=path, read=self._read)
         self._begun = stage
         self._draws = rng_state(self._device)

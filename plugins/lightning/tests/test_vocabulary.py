@@ -1,0 +1,109 @@
+"""Errors are in the words of who reads them: of our configuration, or of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from loops import as_torchrun, quiet
+from test_loop_ranks import Net, Rows
+from torch import nn
+from torsh_trainer_lightning import TorshStrategy
+from torsh_trainer_lightning.task import LightningTask
+from torsh_trainer_lightning.vocabulary import OF_A_MODULE, OF_THE_TRAINER
+
+from torsh_trainer import CheckpointOptions, Trainer
+from torsh_trainer.world import World
+
+
+class Spares(Net):
+    """A part of it is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(3, 3)
+
+
+class Detached(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+
+def told(world: World, port: int, folder: Path, kind: type[Net], strategy: str, loop: str) -> str:
+    """What a rank is told."""
+    as_torchrun(world, port, folder)
+    quiet()
+    try:
+        if loop == "ours":
+            Trainer(
+                task=LightningTask(kind, Rows),
+                strategy=strategy,
+                max_epochs=1,
+                run_dir=folder / "run",
+                checkpoint=CheckpointOptions(resume="never", at_end=False),
+            ).fit()
+        else:
+            L.Trainer(
+                accelerator="cpu",
+                devices=world.size,
+                strategy=TorshStrategy(strategy),
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            ).fit(kind(), Rows())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        return str(error)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "ours", "theirs"),
+    [
+        (
+            Spares,
+            "ddp",
+            "strategy.find_unused_parameters=true",
+            "TorshStrategy(..., find_unused_parameters=True)",
+        ),
+        (Detached, "ddp", "training_step returned a value without a gradient", ""),
+    ],
+)
+def test_each_reader_has_words_of_his_own(kind, strategy, ours, theirs, on_ranks, tmp_path):
+    said = on_ranks(told, tmp_path, kind, strategy, "ours")[0]
+    assert ours in said
+    assert "TorshStrategy" not in said
+    if theirs:
+        said = on_ranks(told, tmp_path, kind, strategy, "theirs")[0]
+        assert theirs in said
+        assert "strategy." not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "set strategy=ddp or strategy=single",
+            'set TorshStrategy("ddp") or TorshStrategy("single")',
+        ),
+        ("strategy.bucket_cap_mb=2.5 is", "TorshStrategy(..., bucket_cap_mb=2.5) is"),
+        ("strategy.wrap_modules names", "wrap_modules of TorshStrategy names"),
+        ("set trainer.accumulate=4, or", "set accumulate_grad_batches=4, or"),
+        ("trainer.max_grad_norm needs", "gradient_clip_val needs"),
+        ("trainer.save_checkpoint wrote it", "trainer.save_checkpoint wrote it"),
+        ("precision=bf16_mixed", 'precision="bf16-mixed"'),
+        ("a strategy that cuts, compression or precision", None),
+        ("the trainer. It", None),
+        ("/a/strategy.py and my.trainer.x=1", None),
+        ("unfreeze something (trainer.frozen)", "unfreeze something (requires_grad)"),
+    ],
+)
+def test_settings_are_named_as_the_trainer_names_them(said, expected):
+    assert OF_THE_TRAINER.say(said) == (said if expected is None else expected)
+    assert OF_A_MODULE.say(said) == said
