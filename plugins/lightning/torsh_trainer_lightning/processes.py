@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.environments.slurm import Slurm
-from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.errors import ConfigError, TorshError, nearest
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.world import World
@@ -155,10 +156,10 @@ class Chosen(Processes):
     """A strategy of Lightning's that the user makes around one of the trainer's.
 
     ``name`` is that of the strategy (``"ddp"``, ``"fsdp"``, ``"mpi"``, ``"horovod"``, ...), or one
-    made already; ``knobs`` are its own. ``compression`` is how gradients travel, ``comm`` the knobs
-    of the process group. ``precision`` is the trainer's own, for what Lightning's flag cannot say
-    (fp32 masters under bf16, the dtype of reductions); without it the flag decides. The other
-    arguments are those of every strategy of Lightning's.
+    made already; ``knobs`` are its own, and None leaves one at its default. ``compression`` is how
+    gradients travel, ``comm`` the knobs of the process group. ``precision`` is the trainer's own,
+    for what Lightning's flag cannot say (fp32 masters under bf16, the dtype of reductions); without
+    it the flag decides. The other arguments are those of every strategy of Lightning's.
 
     Raises:
         ConfigError: an unknown name or knob, or one that is out of range.
@@ -182,7 +183,7 @@ class Chosen(Processes):
         **knobs: Any,
     ) -> None:
         starting.leave_last_job()
-        self.chosen = chosen(name, knobs)
+        self.chosen = chosen(name, {k: value for k, value in knobs.items() if value is not None})
         self.compression = compression
         self._comm_options = comm
         self._begin(
@@ -259,12 +260,38 @@ def chosen(name: str | Strategy, knobs: Mapping[str, Any]) -> Strategy:
             )
         return name
     kind = registry.strategy_class(name)
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = {field.name: field for field in dataclasses.fields(kind)}
     for knob in knobs:
         if knob not in known:
             raise ConfigError(f"strategy={name} has no knob {knob!r}", fix=nearest(knob, known))
-    made: Strategy = kind(**knobs)
+    made: Strategy = kind(
+        **{
+            # What comes from YAML or a command line knows no tuples.
+            knob: tuple(value) if isinstance(known[knob].default, tuple) else value
+            for knob, value in knobs.items()
+        }
+    )
     return made
+
+
+def signature_of(kind: type[Chosen], names: Iterable[str]) -> inspect.Signature:
+    """That of the constructor of ``kind``, with every knob of the strategies called ``names``.
+
+    For whatever builds command lines of signatures, such as LightningCLI. A strategy whose library
+    is not installed has none.
+    """
+    given = inspect.signature(kind.__init__)
+    own = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    knobs: dict[str, inspect.Parameter] = {}
+    for name in names:
+        with contextlib.suppress(TorshError):
+            for field in dataclasses.fields(registry.strategy_class(name)):
+                knobs[field.name] = inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any
+                )
+    return given.replace(
+        parameters=[*own, *(k for n, k in knobs.items() if n not in given.parameters)]
+    )
 
 
 @contextlib.contextmanager
