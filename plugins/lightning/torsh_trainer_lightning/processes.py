@@ -33,6 +33,7 @@ from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.world import World
 from torsh_trainer_lightning import starting
 from torsh_trainer_lightning.environment import WorldEnvironment, outside, settled, world_of
+from torsh_trainer_lightning.words import spoken
 
 
 class Processes:
@@ -183,7 +184,9 @@ class Chosen(Processes):
         **knobs: Any,
     ) -> None:
         starting.leave_last_job()
-        self.chosen = chosen(name, {k: value for k, value in knobs.items() if value is not None})
+        given = {knob: value for knob, value in knobs.items() if value is not None}
+        with spoken(type(self).__name__, str(getattr(name, "name", name))):
+            self.chosen = chosen(name, given)
         self.compression = compression
         self._comm_options = comm
         self._begin(
@@ -206,6 +209,10 @@ class Chosen(Processes):
         made.cluster_environment = None
         return made
 
+    def _spoken(self) -> contextlib.AbstractContextManager[None]:
+        """Within, errors speak as a script does."""
+        return spoken(type(self).__name__, self.chosen.name)
+
     def _resolved(self, job: Job) -> Strategy:
         """The strategy that trains ``job`` over these processes.
 
@@ -223,7 +230,8 @@ class Chosen(Processes):
         environment = self.cluster_environment
         assert environment is not None
         size = self.num_nodes * self.num_processes
-        self.chosen.mesh(World(size=size, nodes=self.num_nodes))
+        with self._spoken():
+            self.chosen.mesh(World(size=size, nodes=self.num_nodes))
         if isinstance(environment, WorldEnvironment):
             environment.validate_settings(self.num_processes, self.num_nodes)
         if size > 1:

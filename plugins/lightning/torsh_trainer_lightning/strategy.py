@@ -51,6 +51,7 @@ from torsh_trainer_lightning.starting import TrainerLauncher
 from torsh_trainer_lightning.state import Held, is_apart
 from torsh_trainer_lightning.together import Together, undone
 from torsh_trainer_lightning.translated import Translation, of_deepspeed, of_horovod
+from torsh_trainer_lightning.words import reword
 
 
 class EngineStrategy(Processes, ParallelStrategy):
@@ -506,6 +507,10 @@ class TorshStrategy(Chosen, EngineStrategy):
             manual=not module.automatic_optimization,
             **more,
         )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Has an error of ours speak as the script does, before it is raised again."""
+        reword(exception, kind=type(self).__name__, name=self.chosen.name)
 
     def teardown(self) -> None:
         """Gives the module back whole, and on the CPU.
