@@ -18,8 +18,14 @@ _CLUSTER = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
     r"|(SLURM|OMPI|PMI|PMIX|MPI|PBS|LSB|HOROVOD|TORCHELASTIC)_.*"
 )
-for _name in [name for name in os.environ if _CLUSTER.fullmatch(name)]:
-    del os.environ[_name]
+
+
+def _leave_cluster() -> None:
+    for name in [name for name in os.environ if _CLUSTER.fullmatch(name)]:
+        del os.environ[name]
+
+
+_leave_cluster()
 
 # ``recorder`` and ``modules`` are imported by name, in the ranks of the tests too.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,9 +38,10 @@ from torsh_trainer.testing.ranks import RankPool  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test may leave the current folder for another, and a process group, as Lightning does."""
+    """A test may leave a folder, a process group and its variables, as Lightning does."""
     monkeypatch.chdir(tmp_path)
     yield
+    _leave_cluster()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,15 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from loops import as_torchrun
-from test_strategy import Leaves, Net, fitted
+from test_strategy import Leaves, Net, Saves, fitted
 from torch import nn
+from torsh_trainer_lightning import TorshFabricStrategy, TorshStrategy
+from torsh_trainer_lightning.names import NAMES
+from torsh_trainer_lightning.words import reworded
 
+from torsh_trainer import registry
 from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.world import World
 
 
@@ -119,7 +126,7 @@ def test_weights_are_averaged_where_they_are_whole(tmp_path, made):
     assert one.callback_metrics["val"] == other.callback_metrics["val"]
     torch.distributed.destroy_process_group()
     refused, callback = seeded(Net), made()
-    words = f"{type(callback).__name__} averages whole weights.*use the strategy ddp"
+    words = rf"{type(callback).__name__} averages whole weights.*use TorshStrategy..ddp"
     with pytest.raises(Unsupported, match=words):
         fitted("torsh_fsdp", refused, tmp_path, callbacks=[callback], **flags)
     assert not refused.losses
@@ -137,14 +144,14 @@ def test_hyperparameters_that_are_cut_are_refused_where_a_checkpoint_would_hold_
         fitted("torsh_fsdp", refused, tmp_path, callbacks=[ModelCheckpoint(tmp_path)], **saves)
     assert not refused.losses
     torch.distributed.destroy_process_group()
-    never_saved = brought()
-    trainer = fitted("torsh_fsdp", never_saved, tmp_path)
-    assert never_saved.losses
-    with pytest.raises(Unsupported, match=words):
-        trainer.save_checkpoint(tmp_path / "late.ckpt")
+    with pytest.raises(Unsupported, match=words):  # said where it is saved, too
+        fitted("torsh_fsdp", brought(), tmp_path, callbacks=[Saves(tmp_path / "never.ckpt")])
+    torch.distributed.destroy_process_group()
+    after = fitted("torsh_fsdp", brought(), tmp_path)
+    after.save_checkpoint(tmp_path / "after.ckpt")  # the module is whole again
     torch.distributed.destroy_process_group()
     fitted("torsh_ddp", brought(), tmp_path, callbacks=[ModelCheckpoint(tmp_path)], **saves)
-    assert list(tmp_path.glob("*.ckpt"))
+    assert len(list(tmp_path.glob("*.ckpt"))) == 2
 
 
 @pytest.mark.parametrize("name", ["ddp", "gloo", "mpi", "fsdp"])
@@ -172,4 +179,57 @@ def test_a_registered_name_finds_unused_parameters(on_ranks, tmp_path):
     theirs = on_ranks(unused, tmp_path, "ddp_find_unused_parameters_true")
     assert on_ranks(unused, tmp_path, "torsh_ddp_find_unused_parameters_true") == theirs
     for name in ("torsh_ddp", "torsh_ddp_find_unused_parameters_false"):
-        assert "2 parameters got no gradient" in on_ranks(unused, tmp_path, name)[0]
+        said = on_ranks(unused, tmp_path, name)[0]
+        assert "2 parameters got no gradient: spare.weight, spare.bias" in said
+        assert 'give TorshStrategy("ddp", find_unused_parameters=True), or freeze them' in said
+
+
+def test_a_command_line_of_signatures_knows_every_knob_and_leaves_what_is_not_said():
+    parameters = inspect.signature(TorshStrategy).parameters
+    assert parameters["name"].default == "ddp"
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in NAMES:
+        kind = registry.strategy_class(name)
+        # Horovod's own knob of this name is the strategy's argument for all.
+        fields = [field for field in dataclasses.fields(kind) if field.name != "compression"]
+        for field in fields:
+            assert parameters[field.name].default is None
+            if field.default is None:
+                continue
+            assert "None" not in str(field.type), "leaving it and giving null would be two things"
+        said_nothing = {field.name: None for field in fields}
+        assert TorshStrategy(name, **said_nothing).chosen == kind()
+    # As LightningCLI calls it: with all that the signature has.
+    all_of_them = {n: p.default for n, p in parameters.items()}
+    said = {"name": "fsdp", "wrap_modules": ["Linear"], "reshard_after_forward": False}
+    made = TorshStrategy(**{**all_of_them, **said}).chosen
+    assert made == FSDP(wrap_modules=("Linear",), reshard_after_forward=False)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("use strategy=ddp", 'use TorshStrategy("ddp")'),
+        ("or set strategy.zero1=false", 'or give TorshStrategy("fsdp", zero1=False)'),
+        ("set strategy.op=sum, and", 'give TorshStrategy("fsdp", op="sum"), and'),
+        ("use strategy=ddp strategy.overlap=false.", 'use TorshStrategy("ddp", overlap=False).'),
+        ("strategy.bucket_cap_mb=-1.5 is", 'TorshStrategy("fsdp", bucket_cap_mb=-1.5) is'),
+        ("strategy.groups does", "TorshStrategy's groups does"),
+        ("freeze them (trainer.frozen)", "freeze them"),
+        ("or precision.gradients=fp32", 'or precision=Precision(gradients="fp32")'),
+        ("trainer.accumulate=2", "accumulate_grad_batches=2"),
+        ("a model's own strategy", "a model's own strategy"),
+    ],
+)
+def test_an_error_speaks_as_the_script_does(said, words):
+    assert reworded(said, kind="TorshStrategy", name="fsdp") == words
+
+
+def test_fabric_speaks_so_too(tmp_path):
+    with pytest.raises(ConfigError, match=r"TorshFabricStrategy..ddp., bucket_cap_mb=-1. is not"):
+        TorshFabricStrategy("ddp", bucket_cap_mb=-1)
+    fabric = L.Fabric(strategy="torsh_fsdp", devices=1, accelerator="cpu")
+    fabric.launch()
+    odd = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(Unsupported, match=r"use TorshFabricStrategy..ddp.."):
+        fabric.setup(odd, torch.optim.SGD(odd.parameters(), lr=0.1))

@@ -27,7 +27,7 @@ def refuse(trainer: Trainer, module: LightningModule) -> None:
             raise Unsupported(
                 f"{type(callback).__name__} averages whole weights, and this strategy cuts them "
                 "over the processes",
-                fix="use the strategy ddp, or leave the callback out",
+                fix="use strategy=ddp, or leave the callback out",
             )
     if trainer.checkpoint_callbacks:
         refuse_parameters(module)

@@ -109,7 +109,7 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
             precision=self._told(),
             compression=self.compression,
         )
-        with modes_kept(module):
+        with modes_kept(module), self._spoken():
             engine = self._resolved(job).prepare(job, self.comm)
         named = dict(zip(optimizer_names(len(optimizers)), optimizers, strict=True))
         for name, optimizer in named.items():
@@ -152,10 +152,11 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
                 "itself",
                 fix="use another precision than 16-mixed, or a backward for each model",
             )
-        if args or kwargs:
-            _backward(setups, lambda loss: loss.backward(*args, **kwargs), tensor)
-        else:
-            _backward(setups, Tensor.backward, tensor)
+        with self._spoken():
+            if args or kwargs:
+                _backward(setups, lambda loss: loss.backward(*args, **kwargs), tensor)
+            else:
+                _backward(setups, Tensor.backward, tensor)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Has the engine step; a closure runs before.

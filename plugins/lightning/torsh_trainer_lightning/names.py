@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from torsh_trainer_lightning import other
 from torsh_trainer_lightning.fabric import TorshFabricStrategy
+from torsh_trainer_lightning.processes import Chosen, signature_of
 from torsh_trainer_lightning.strategy import TorshStrategy
 
 NAMES = ("single", "ddp", "fsdp", "mpi", "gloo", "nccl", "deepspeed", "horovod")
@@ -20,7 +21,11 @@ WITH_KNOBS = {
 
 
 def register() -> None:
-    """Makes each strategy known to Trainer and Fabric as ``torsh_NAME``; again changes nothing."""
+    """Makes each strategy known to Trainer and Fabric as ``torsh_NAME``; again changes nothing.
+
+    Their constructors name the knobs of all, so that LightningCLI takes them as options.
+    """
+    vars(Chosen.__init__)["__signature__"] = signature_of(Chosen, NAMES)
     names = {**{name: (name, {}) for name in NAMES}, **WITH_KNOBS}
     for known, made in (
         (StrategyRegistry, TorshStrategy),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,12 +27,13 @@ from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.environments.slurm import Slurm
-from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.errors import ConfigError, TorshError, nearest
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.world import World
 from torsh_trainer_lightning import other, starting
 from torsh_trainer_lightning.environment import WorldEnvironment, outside, settled, world_of
+from torsh_trainer_lightning.words import spoken
 
 
 class Processes:
@@ -155,10 +157,10 @@ class Chosen(Processes):
     """A strategy of Lightning's that the user makes around one of the trainer's.
 
     ``name`` is that of the strategy (``"ddp"``, ``"fsdp"``, ``"mpi"``, ``"horovod"``, ...), or one
-    made already; ``knobs`` are its own. ``compression`` is how gradients travel, ``comm`` the knobs
-    of the process group. ``precision`` is the trainer's own, for what Lightning's flag cannot say
-    (fp32 masters under bf16, the dtype of reductions); without it the flag decides. The other
-    arguments are those of every strategy of Lightning's.
+    made already; ``knobs`` are its own, and None leaves one at its default. ``compression`` is how
+    gradients travel, ``comm`` the knobs of the process group. ``precision`` is the trainer's own,
+    for what Lightning's flag cannot say (fp32 masters under bf16, the dtype of reductions); without
+    it the flag decides. The other arguments are those of every strategy of Lightning's.
 
     Raises:
         ConfigError: an unknown name or knob, or one that is out of range.
@@ -183,7 +185,9 @@ class Chosen(Processes):
     ) -> None:
         starting.leave_last_job()
         other.introduce(type(self))
-        self.chosen = chosen(name, knobs)
+        given = {knob: value for knob, value in knobs.items() if value is not None}
+        with spoken(type(self).__name__, str(getattr(name, "name", name))):
+            self.chosen = chosen(name, given)
         self.compression = compression
         self._comm_options = comm
         self._begin(
@@ -216,6 +220,10 @@ class Chosen(Processes):
         other.check_accelerator(accelerator)
         self._accelerator = accelerator
 
+    def _spoken(self) -> contextlib.AbstractContextManager[None]:
+        """Within, errors speak as a script does."""
+        return spoken(type(self).__name__, self.chosen.name)
+
     def _resolved(self, job: Job) -> Strategy:
         """The strategy that trains ``job`` over these processes.
 
@@ -233,7 +241,8 @@ class Chosen(Processes):
         environment = self.cluster_environment
         assert environment is not None
         size = self.num_nodes * self.num_processes
-        self.chosen.mesh(World(size=size, nodes=self.num_nodes))
+        with self._spoken():
+            self.chosen.mesh(World(size=size, nodes=self.num_nodes))
         if isinstance(environment, WorldEnvironment):
             environment.validate_settings(self.num_processes, self.num_nodes)
         if size > 1:
@@ -270,12 +279,38 @@ def chosen(name: str | Strategy, knobs: Mapping[str, Any]) -> Strategy:
             )
         return name
     kind = registry.strategy_class(name)
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = {field.name: field for field in dataclasses.fields(kind)}
     for knob in knobs:
         if knob not in known:
             raise ConfigError(f"strategy={name} has no knob {knob!r}", fix=nearest(knob, known))
-    made: Strategy = kind(**knobs)
+    made: Strategy = kind(
+        **{
+            # What comes from YAML or a command line knows no tuples.
+            knob: tuple(value) if isinstance(known[knob].default, tuple) else value
+            for knob, value in knobs.items()
+        }
+    )
     return made
+
+
+def signature_of(kind: type[Chosen], names: Iterable[str]) -> inspect.Signature:
+    """That of the constructor of ``kind``, with every knob of the strategies called ``names``.
+
+    For whatever builds command lines of signatures, such as LightningCLI. A strategy whose library
+    is not installed has none.
+    """
+    given = inspect.signature(kind.__init__)
+    own = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    knobs: dict[str, inspect.Parameter] = {}
+    for name in names:
+        with contextlib.suppress(TorshError):
+            for field in dataclasses.fields(registry.strategy_class(name)):
+                knobs[field.name] = inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any
+                )
+    return given.replace(
+        parameters=[*own, *(k for n, k in knobs.items() if n not in given.parameters)]
+    )
 
 
 @contextlib.contextmanager

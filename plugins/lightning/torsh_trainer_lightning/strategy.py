@@ -51,7 +51,7 @@ from torsh_trainer_lightning.starting import TrainerLauncher
 from torsh_trainer_lightning.state import Held, is_apart
 from torsh_trainer_lightning.together import Together, undone
 from torsh_trainer_lightning.translated import Translation, of_deepspeed, of_horovod
-from torsh_trainer_lightning.vocabulary import OF_A_MODULE, OF_THE_TRAINER
+from torsh_trainer_lightning.words import reword
 
 
 class EngineStrategy(Processes, ParallelStrategy):
@@ -62,8 +62,6 @@ class EngineStrategy(Processes, ParallelStrategy):
     """
 
     _checkpoint_io: CheckpointIO | None
-    vocabulary = OF_A_MODULE
-    """In whose words errors leave."""
 
     def __init__(
         self,
@@ -278,8 +276,8 @@ class EngineStrategy(Processes, ParallelStrategy):
             )
 
     def on_exception(self, exception: BaseException) -> None:
-        """An error leaves in the words of its reader."""
-        self.vocabulary.translate(exception)
+        """Has an error of ours speak of a module's methods, before it is raised again."""
+        reword(exception)
 
     def on_train_start(self) -> None:
         """Callbacks have been told that a fit starts, and may have changed the optimizers."""
@@ -353,7 +351,6 @@ class TorshStrategy(Chosen, EngineStrategy):
     """
 
     _launcher_class = TrainerLauncher
-    vocabulary = OF_THE_TRAINER
 
     def _begin(
         self, precision: Precision | None, plugin: LightningPrecision | None, **lightnings: Any
@@ -514,6 +511,10 @@ class TorshStrategy(Chosen, EngineStrategy):
             manual=not module.automatic_optimization,
             **more,
         )
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Has an error of ours speak as the script does, before it is raised again."""
+        reword(exception, kind=type(self).__name__, name=self.chosen.name)
 
     def teardown(self) -> None:
         """Gives the module back whole, and on the CPU.

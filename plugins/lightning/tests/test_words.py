@@ -12,7 +12,7 @@ from test_loop_ranks import Net, Rows
 from torch import nn
 from torsh_trainer_lightning import TorshStrategy
 from torsh_trainer_lightning.task import LightningTask
-from torsh_trainer_lightning.vocabulary import OF_A_MODULE, OF_THE_TRAINER
+from torsh_trainer_lightning.words import reworded
 
 from torsh_trainer import CheckpointOptions, Trainer
 from torsh_trainer.world import World
@@ -70,7 +70,7 @@ def told(world: World, port: int, folder: Path, kind: type[Net], strategy: str, 
             Spares,
             "ddp",
             "strategy.find_unused_parameters=true",
-            "TorshStrategy(..., find_unused_parameters=True)",
+            'TorshStrategy("ddp", find_unused_parameters=True)',
         ),
         (Detached, "ddp", "training_step returned a value without a gradient", ""),
     ],
@@ -86,24 +86,13 @@ def test_each_reader_has_words_of_his_own(kind, strategy, ours, theirs, on_ranks
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("said", "words"),
     [
-        (
-            "set strategy=ddp or strategy=single",
-            'set TorshStrategy("ddp") or TorshStrategy("single")',
-        ),
-        ("strategy.bucket_cap_mb=2.5 is", "TorshStrategy(..., bucket_cap_mb=2.5) is"),
-        ("strategy.wrap_modules names", "wrap_modules of TorshStrategy names"),
-        ("set trainer.accumulate=4, or", "set accumulate_grad_batches=4, or"),
-        ("trainer.max_grad_norm needs", "gradient_clip_val needs"),
-        ("trainer.save_checkpoint wrote it", "trainer.save_checkpoint wrote it"),
-        ("precision=bf16_mixed", 'precision="bf16-mixed"'),
-        ("a strategy that cuts, compression or precision", None),
-        ("the trainer. It", None),
-        ("/a/strategy.py and my.trainer.x=1", None),
-        ("unfreeze something (trainer.frozen)", "unfreeze something (requires_grad)"),
+        ("task.loss returned a value", "training_step returned a value"),
+        ("task.evaluate is", "validation_step is"),
+        ("my.task.loss and task.losses", "my.task.loss and task.losses"),
+        ("set strategy=ddp or trainer.accumulate=2", "set strategy=ddp or trainer.accumulate=2"),
     ],
 )
-def test_settings_are_named_as_the_trainer_names_them(said, expected):
-    assert OF_THE_TRAINER.say(said) == (said if expected is None else expected)
-    assert OF_A_MODULE.say(said) == said
+def test_in_our_loop_a_module_has_its_own_methods_and_our_settings(said, words):
+    assert reworded(said) == words
