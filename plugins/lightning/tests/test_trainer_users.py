@@ -230,6 +230,7 @@ def test_fabric_speaks_so_too(tmp_path):
         TorshFabricStrategy("ddp", bucket_cap_mb=-1)
     fabric = L.Fabric(strategy="torsh_fsdp", devices=1, accelerator="cpu")
     fabric.launch()
-    odd = nn.Linear(2, 2, dtype=torch.complex64)
+    odd = nn.Linear(2, 2)
+    odd.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(Unsupported, match=r"use TorshFabricStrategy..ddp.."):
         fabric.setup(odd, torch.optim.SGD(odd.parameters(), lr=0.1))
