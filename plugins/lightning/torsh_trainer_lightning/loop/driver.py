@@ -43,6 +43,7 @@ from torsh_trainer_lightning.loop.kept import (
 from torsh_trainer_lightning.loop.order import check_data
 from torsh_trainer_lightning.loop.saved import (
     check_processes,
+    check_savable,
     lightning_state,
     saved_state,
     set_restored,
@@ -107,6 +108,7 @@ class LightningLoop(OwnLoop, Host):
 
     def fit(self) -> None:
         limits, facade = self._parts.limits, self._facade
+        check_savable(self.engine.optimizers, self._parts.cadence)
         self._started = time.perf_counter()
         with Signals() as signals:
             self._stop = Stop(self._comm, limits, signals, self._started)

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer import call
+from torch.optim import LBFGS, Optimizer
 
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.course import Cadence
+from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer_lightning.loop.facade import Facade
 
 log = logging.getLogger(__name__)
@@ -140,3 +142,21 @@ def _version() -> str:
     import lightning
 
     return str(lightning.__version__)
+
+
+def check_savable(optimizers: Mapping[str, Optimizer], cadence: Cadence) -> None:
+    """Refuses before the first step what the first save could not hold.
+
+    Raises:
+        Unsupported: names the optimizer.
+    """
+    if not (cadence.save_at_end or cadence.save_every or cadence.save_every_epochs):
+        return
+    for optimizer in optimizers.values():
+        if isinstance(optimizer, LBFGS):
+            raise Unsupported(
+                f"optimizer {type(optimizer).__name__} keeps lists of earlier steps, which a "
+                "checkpoint of a run does not hold",
+                fix="set checkpoint.at_end=false, and checkpoint.every_steps and every_epochs to "
+                "null, and save by trainer.save_checkpoint; or take another optimizer",
+            )
