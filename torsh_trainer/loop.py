@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torsh_trainer.broadcasts import refused_broadcasts
 from torsh_trainer.callbacks.base import (
@@ -114,7 +115,8 @@ class Loop:
             Interrupted: a signal asked to stop; a checkpoint is saved first where saving is on.
         """
         for optimizer in self.engine.optimizers.values():
-            refuse_closure(type(getattr(optimizer, "optim", optimizer)))  # zero1 wraps one
+            within: Optimizer = getattr(optimizer, "optim", optimizer)  # zero1 wraps one
+            refuse_closure(type(within))
         self.feed = feed
         self._first_step = self.position.step
         self._foreign = foreign_parameters(self.task, self.engine.model)
