@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torsh_trainer.broadcasts import refused_broadcasts
 from torsh_trainer.callbacks.base import (
@@ -41,6 +42,7 @@ from torsh_trainer.data.batch import Step
 from torsh_trainer.data.feed import TrainFeed
 from torsh_trainer.errors import Interrupted, ResourceError, TrainingError
 from torsh_trainer.membership import Membership
+from torsh_trainer.optimizers import refuse_closure
 from torsh_trainer.pace import Pace
 from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import BrokenOffError, Limits, Stop, Watch
@@ -108,9 +110,13 @@ class Loop:
         """Trains until a limit is reached, then saves and evaluates what is still due.
 
         Raises:
+            Unsupported: an optimizer evaluates the loss by itself.
             TrainingError: the loss is not finite and ``on_nonfinite`` is stop.
             Interrupted: a signal asked to stop; a checkpoint is saved first where saving is on.
         """
+        for optimizer in self.engine.optimizers.values():
+            within: Optimizer = getattr(optimizer, "optim", optimizer)  # zero1 wraps one
+            refuse_closure(type(within))
         self.feed = feed
         self._first_step = self.position.step
         self._foreign = foreign_parameters(self.task, self.engine.model)

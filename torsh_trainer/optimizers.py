@@ -347,16 +347,25 @@ def _resolve(target: str | type[Optimizer]) -> type[Optimizer]:
             f"optimizer {target!r} is not a class derived from torch.optim.Optimizer",
             fix="name such a class; a task with other needs overrides build_optimizers",
         )
-    closure = inspect.signature(found.step).parameters.get("closure")
-    if issubclass(found, torch.optim.LBFGS) or (
+    refuse_closure(found)
+    return found
+
+
+def refuse_closure(kind: type[Optimizer]) -> None:
+    """Refuses an optimizer that evaluates the loss by itself.
+
+    Raises:
+        Unsupported: names it.
+    """
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if issubclass(kind, torch.optim.LBFGS) or (
         closure is not None and closure.default is inspect.Parameter.empty
     ):
         raise Unsupported(
-            f"optimizer {found.__name__} needs a closure that evaluates the loss again, "
+            f"optimizer {kind.__name__} needs a closure that evaluates the loss again, "
             "and one step here is one forward and backward",
             fix="take another: adamw, sgd, ...",
         )
-    return found
 
 
 def _options(

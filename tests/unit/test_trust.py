@@ -18,7 +18,7 @@ from torsh_trainer import DataSource, Task, Trainer
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.store.integrity import verify
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
 
 
 class Copied(nn.Linear):
@@ -179,3 +179,8 @@ def test_the_file_of_hashes_is_part_of_the_checkpoint(tmp_path):
     (path / "hashes.json").write_text("{}")
     with pytest.raises(ResourceError, match=r"hashes\.json"):
         verify(path)
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself_is_refused_before_the_first_step(tmp_path):
+    with pytest.raises(Unsupported, match="LBFGS needs a closure"):
+        fit(Regression(nn.Linear, "LBFGS"), tmp_path, 2)

@@ -353,3 +353,17 @@ def test_a_data_group_is_refused(tmp_path):
     task.data = Digits()  # as the command line gives it
     with pytest.raises(Unsupported, match="the group data"):
         run(tmp_path, task)
+
+
+class Quasi(Draws):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+def test_lbfgs_is_refused_before_training_where_its_state_would_be_saved(tmp_path):
+    with pytest.raises(Unsupported, match="LBFGS keeps lists of earlier steps"):
+        run(tmp_path / "saving", LightningTask(Quasi), max_epochs=1)
+    assert not list((tmp_path / "saving").rglob("step-*"))
+    quiet = CheckpointOptions(at_end=False)
+    result = run(tmp_path / "quiet", LightningTask(Quasi), max_epochs=1, checkpoint=quiet)
+    assert result.content["steps"] > 0

@@ -42,6 +42,7 @@ from torsh_trainer_lightning.loop.kept import (
 )
 from torsh_trainer_lightning.loop.loaded import (
     check_processes,
+    check_savable,
     lightning_state,
     set_restored,
     told_of_load,
@@ -112,6 +113,7 @@ class LightningLoop(OwnLoop, Host):
 
     def fit(self) -> None:
         limits, facade = self._parts.limits, self._facade
+        check_savable(self.engine.optimizers, self._parts.cadence)
         self._started = time.perf_counter()
         with Signals() as signals:
             self._stop = Stop(self._comm, limits, signals, self._started)

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch.trainer import call
 from omegaconf import Container, OmegaConf
+from torch.optim import LBFGS, Optimizer
 
 from torsh_trainer.checkpoint.marks import marked
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.course import Cadence
+from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer_lightning.loop.facade import Facade
 from torsh_trainer_lightning.loop.hooked import (
     NEEDED,
@@ -261,3 +263,21 @@ def _version() -> str:
     import lightning
 
     return str(lightning.__version__)
+
+
+def check_savable(optimizers: Mapping[str, Optimizer], cadence: Cadence) -> None:
+    """Refuses before the first step what the first save could not hold.
+
+    Raises:
+        Unsupported: names the optimizer.
+    """
+    if not (cadence.save_at_end or cadence.save_every or cadence.save_every_epochs):
+        return
+    for optimizer in optimizers.values():
+        if isinstance(optimizer, LBFGS):
+            raise Unsupported(
+                f"optimizer {type(optimizer).__name__} keeps lists of earlier steps, which a "
+                "checkpoint of a run does not hold",
+                fix="set checkpoint.at_end=false, and checkpoint.every_steps and every_epochs to "
+                "null, and save by trainer.save_checkpoint; or take another optimizer",
+            )
