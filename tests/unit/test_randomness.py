@@ -58,6 +58,12 @@ def test_the_dimension_of_samples_is_the_first_and_a_doubtful_shape_is_left(
     assert layout_of(shape, samples) == expected
 
 
+def test_samples_come_second_where_a_model_puts_time_first():
+    assert layout_of((5, 8, 3), 8, time_major=True) == Layout(8, (5, 1, 3), time_first=True)
+    assert layout_of((5, 8, 8), 8, time_major=True) is None
+    assert layout_of((16, 8, 3), 8, time_major=True) is None
+
+
 def test_what_only_some_models_leave_open_is_left_in_these():
     assert layout_of((8, 8, 3), 8, time_major=True) is None
     assert layout_of((16, 3), 8, parameters={(16, 3)}) is None
@@ -173,6 +179,15 @@ class Memory(nn.Module):
         return self.memory(x.transpose(0, 1))[0].transpose(0, 1)
 
 
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
 class Packed(Memory):
     def forward(self, x: Tensor) -> Tensor:
         lengths = range(len(x), 0, -1)
@@ -191,6 +206,7 @@ KEYED = {
     "GRU": lambda: Memory(nn.GRU, batch_first=True),
     "RNN with time first": lambda: Memory(nn.RNN),
     "encoder layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True),
+    "encoder layer with time first": TimeFirst,
     "attention": lambda: Of(attend),
     "bf16": lambda: Of(lambda x: F.dropout(x.bfloat16(), 0.3).float()),
     "channels": lambda: Of(lambda x: F.dropout3d(x[..., None, None], 0.5)[..., 0, 0]),
@@ -321,14 +337,21 @@ def test_what_does_not_grow_with_the_samples_is_told_once_they_are_fewer(rows, c
     assert f"normal_ in Of draws in the shape ({rows}, 7) for 24 samples and" in record.getMessage()
 
 
-def test_a_dropout_of_shorter_last_batches_says_nothing(caplog):
-    model = nn.Sequential(
-        nn.Dropout(), nn.Flatten(0, 1), nn.Dropout(), Of(lambda x: x * torch.rand(11))
-    )
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Dropout(), nn.Flatten(0, 1), nn.Dropout()),
+        Of(lambda x: x * torch.rand(8) + torch.rand(())),
+        Memory(nn.LSTM),
+        TimeFirst(),
+    ],
+    ids=["dropout", "for all samples", "recurrent", "time first"],
+)
+def test_a_shorter_last_batch_of_what_is_known_says_nothing(model, caplog):
     draws = SampleDraws(model, CPU)
-    for count in (8, 4, 5, 2):
+    for count in (6, 7, 5):
         with draws.of(micro_batch(count=count)):
-            model(torch.randn(count, 3, 11))
+            model(torch.randn(count, 3, 8))
     assert not caplog.records
 
 

@@ -176,7 +176,12 @@ class SampleDraws(ForwardDraws):
         samples_before: int,
     ) -> None:
         """Says once where a draw was taken for samples', and stays as long with others of them."""
-        if not shape or shape[0] != before[0] or self._told_of_growth:
+        at = int(layout.time_first)
+        if (
+            self._told_of_growth
+            or len(shape) != len(before)
+            or shape[at : at + 1] != before[at : at + 1]
+        ):
             return
         then = self._layout(before, samples_before)
         if layout.samples or (then is not None and then.samples):

@@ -39,7 +39,8 @@ def layout_of(
 
     The first dimension of a batch is its samples', as in ``Task.predict``. A multiple of them is so
     many rows a sample, as (batch * tokens, ...); another size that does not hold them is of no
-    sample, and drawn once for all. What could be read in two ways is left: a multiple in one
+    sample, and drawn once for all. Under ``time_major`` samples may come second, behind a number
+    of others. What could be read in two ways is left: a multiple in one
     dimension, beside another one of as many as there are samples, or in the shape of one of
     ``parameters``; samples in a later dimension; under ``time_major`` a second dimension of as
     many; and one number alone, where there is one sample.
@@ -57,4 +58,6 @@ def layout_of(
     if first % samples == 0:
         doubtful = holds or not others or shape in parameters
         return None if doubtful else Layout(samples, (first // samples, *others))
+    if time_major and holds and others[0] == samples and samples not in others[1:]:
+        return Layout(samples, (first, 1, *others[1:]), time_first=True)
     return None if holds else Layout(0, shape)
