@@ -31,7 +31,7 @@ from torsh_trainer_deepspeed.shards import (
 
 
 class DeepSpeedEngine(NativeEngine):
-    """Stage 0: DeepSpeed holds whole parameters in fp32 and averages their gradients.
+    """Stage 0: DeepSpeed holds whole parameters in fp32 and reduces their gradients.
 
     Gradients are summed over ranks; where DeepSpeed can only average them, ``averaging_ranks``
     undoes that. It would also divide by the number of accumulated micro-batches, which it is told
