@@ -108,7 +108,7 @@ def beyond_the_first() -> None:
 def trained(comm, options, *, spare=None):
     """Bits of every step, how many sizes of bucket are staged, and whether they were laid out anew.
 
-    ``spare`` None is DDP that sums by itself, else whether there are processors to spare for the hook.
+    ``spare`` None is DDP that sums by itself, else whether the hook has processors to spare.
     """
     torch.manual_seed(0)
     wide = [torch.nn.Linear(600, 600) for _ in range(3)]
