@@ -126,7 +126,7 @@ def test_hooks_see_what_they_see_in_plain_pytorch(strategy: Strategy, hook: str)
     equal_plain(strategy, hook, Scenario(data=UNEVEN))
 
 
-@pytest.mark.parametrize("hook", HOOKS[1:])
+@pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("strategy", SHARDED, ids=str)
 def test_hooks_see_the_same_where_parameters_are_cut(strategy: Strategy, hook: str) -> None:
     equal_plain(strategy, hook, Scenario(data=UNEVEN))

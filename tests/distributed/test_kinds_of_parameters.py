@@ -64,6 +64,11 @@ class Odd(nn.Module):
             self.to(memory_format=torch.channels_last)
         if kind == "hook":
             self.tiny.head.weight.register_hook(lambda gradient: gradient * 2)
+        if kind == "late hook":
+            self.tiny.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        if kind == "holding hook":
+            weight = self.tiny.head.weight
+            weight.register_hook(lambda gradient: gradient * (weight > 0))
         if kind == "float64":
             self.double()
 
@@ -232,7 +237,8 @@ def test_an_optimizer_without_a_sparse_step_is_refused_before_the_first(
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("hook", "the parameter 'tiny.head.weight', with a hook of its own"),
+        ("late hook", "a hook on the parameter 'tiny.head.weight' that is called once"),
+        ("holding hook", "a hook on the parameter 'tiny.head.weight' that holds a parameter"),
     ],
 )
 def test_fsdp_names_what_it_cannot_cut_before_the_first_step(kind: str, words: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -35,6 +34,7 @@ from torsh_trainer.strategies.native import (
     summed_in,
 )
 from torsh_trainer.strategies.outputs import hook_hidden_outputs
+from torsh_trainer.strategies.parameter_hooks import Hooks, carry_over, hooks_of
 from torsh_trainer.strategies.rehearsal import refuse_unsharded
 from torsh_trainer.strategies.trained import Change
 from torsh_trainer.strategies.uncut import Uncut, check_one_dtype, find_uncut, parameters_by_unit
@@ -115,6 +115,7 @@ class FSDP(Strategy):
         modules.compiled(job, units or [model])
         roots = self._roots(model) if job.manual else [model]
         uncut = self._uncut(model, [*units, *roots], job, comm)
+        hooks = hooks_of(model, uncut.values(), job, self)
         units = [u for u in units if u not in roots and any(p not in uncut for p in u.parameters())]
         self._shard(roots, units, job, mesh, set(uncut.values()))
         return FSDPEngine(
@@ -125,6 +126,7 @@ class FSDP(Strategy):
             roots=roots,
             shard_group=_shard_group(mesh),
             uncut=uncut,
+            hooks=hooks,
             scatter=scatter,
         )
 
@@ -134,8 +136,8 @@ class FSDP(Strategy):
         elif self.wrap_min_parameters is None:
             units = modules.repeated_blocks(model)
         else:
-            units = _by_size(model, self.wrap_min_parameters)
-        return [unit for unit in units if not _shares_parameters(model, unit)]
+            units = modules.by_size(model, self.wrap_min_parameters)
+        return [unit for unit in units if not modules.shares_parameters(model, unit)]
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         """For a task that steps within a forward of ``model``: the modules that it calls there.
@@ -143,7 +145,7 @@ class FSDP(Strategy):
         Raises:
             Unsupported: a parameter is in none of them, or in several.
         """
-        roots = list(_called(model))
+        roots = list(modules.called(model))
         for name, _ in model.named_parameters(recurse=False):
             raise self.refuse(
                 f"the parameter {name!r} of a module that steps its optimizers itself, within its "
@@ -151,7 +153,7 @@ class FSDP(Strategy):
                 use="put it into a submodule, or use strategy=ddp",
             )
         for root in roots:
-            if _shares_parameters(model, root):
+            if modules.shares_parameters(model, root):
                 raise self.refuse(
                     "parameters that submodules share, in a module that steps its optimizers "
                     "itself",
@@ -166,17 +168,12 @@ class FSDP(Strategy):
         FSDP2 cuts them.
 
         Raises:
-            Unsupported: a parameter's hooks would be lost, or it would not be computed with in
-                ``precision.params``.
+            Unsupported: one of them would not be computed with in ``precision.params``.
         """
         modules.refuse_overlapping(model, self)
         uncut = find_uncut(model, units)
         names = {p: name for name, p in model.named_parameters()}
         for p, name in names.items():
-            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                raise self.refuse(
-                    f"the parameter {name!r}, with a hook of its own", use="use strategy=ddp"
-                )
             if p not in uncut:
                 p.data = p.data.contiguous()
             elif job.precision.params != "fp32" and p.dim() and p.numel():
@@ -262,6 +259,7 @@ class FSDPEngine(NativeEngine):
         roots: Sequence[nn.Module],
         shard_group: Any,
         uncut: Mapping[str, nn.Parameter],
+        hooks: Hooks,
         scatter: CompressedScatter | None = None,
     ) -> None:
         reduced_in = DTYPES[job.precision.reduce]
@@ -279,6 +277,7 @@ class FSDPEngine(NativeEngine):
         self._roots: list[Any] = list(roots)
         self._units = units_of(model)
         self._parts = self._all_parts()
+        carry_over(hooks, (part for part, _ in self._parts), self._names)
         self._pass = WholePass(roots, comm) if knobs.find_unused_parameters else None
         if self._pass is None:
             CommonOrder(roots, comm)
@@ -486,38 +485,3 @@ def _device_mesh(mesh: Mesh, comm: Communicator) -> Any:
 
 def _shard_group(mesh: Any) -> Any:
     return mesh.get_group("shard")
-
-
-def _shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
-    """Whether a parameter of ``unit`` is tied to one outside it: FSDP2 wants both in one unit."""
-    inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
-    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    return any(everywhere[key] > count for key, count in inside.items())
-
-
-def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The nearest submodules with parameters that have a forward of their own."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child)
-        elif any(True for _ in child.parameters()):
-            yield child
-
-
-def _by_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """The smallest modules whose subtree has at least ``least`` parameters, root excluded."""
-    chosen: list[nn.Module] = []
-    for module in list(model.modules())[1:]:
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            continue
-        if sum(p.numel() for p in module.parameters()) < least:
-            continue
-        below = list(module.modules())[1:]
-        if not any(sum(p.numel() for p in m.parameters()) >= least for m in below):
-            chosen.append(module)
-    if not chosen:
-        raise ConfigError(
-            f"strategy.wrap_min_parameters={least} is more than any part of the model has",
-            fix="lower it, or give null for the repeated blocks",
-        )
-    return chosen

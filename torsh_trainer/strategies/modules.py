@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -253,6 +254,41 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     if longest is None:
         return []
     return [child for child in longest.children() if any(True for _ in child.parameters())]
+
+
+def shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether a parameter of ``unit`` is tied to one outside it: FSDP2 wants both in one unit."""
+    inside = Counter(id(p) for _, p in unit.named_parameters(remove_duplicate=False))
+    everywhere = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return any(everywhere[key] > count for key, count in inside.items())
+
+
+def called(module: nn.Module) -> Iterator[nn.Module]:
+    """The nearest submodules with parameters that have a forward of their own."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from called(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def by_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """The smallest modules whose subtree has at least ``least`` parameters, root excluded."""
+    chosen: list[nn.Module] = []
+    for module in list(model.modules())[1:]:
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if sum(p.numel() for p in module.parameters()) < least:
+            continue
+        below = list(module.modules())[1:]
+        if not any(sum(p.numel() for p in m.parameters()) >= least for m in below):
+            chosen.append(module)
+    if not chosen:
+        raise ConfigError(
+            f"strategy.wrap_min_parameters={least} is more than any part of the model has",
+            fix="lower it, or give null for the repeated blocks",
+        )
+    return chosen
 
 
 class ComputeIn(nn.Module):

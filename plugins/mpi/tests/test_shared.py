@@ -30,6 +30,7 @@ from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.strategies import builtin, native, shared_buckets
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.shared_buckets import share_buckets
+from torsh_trainer.strategies.sums import Entering
 from torsh_trainer.testing.cases import Driver, resume
 from torsh_trainer.testing.compare import same_resumed
 from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
@@ -107,7 +108,7 @@ def beyond_the_first() -> None:
 def trained(comm, options, *, spare=None):
     """Bits of every step, how many sizes of bucket are staged, and whether they were laid out anew.
 
-    ``spare`` None is DDP by itself, else whether there are processors to spare for the hook.
+    ``spare`` None is DDP that sums by itself, else whether the hook has processors to spare.
     """
     torch.manual_seed(0)
     wide = [torch.nn.Linear(600, 600) for _ in range(3)]
@@ -115,10 +116,13 @@ def trained(comm, options, *, spare=None):
     ddp = DistributedDataParallel(Sometimes(model), bucket_cap_mb=1.5, **options)
     room = comm.process_group._channel.room()
     room._whole.clear()
-    if spare is not None:
+    enter = Entering(comm.world.size)
+    if spare is None:
+        assert enter.drive(ddp)
+    else:
         found, shared_buckets._spare_processors = shared_buckets._spare_processors, lambda _: spare
         try:
-            share_buckets(ddp, comm)
+            assert share_buckets(ddp, comm, enter)
         finally:
             shared_buckets._spare_processors = found
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -318,8 +322,8 @@ class TestRoom:
         assert shared(2, options=MPI).run(case) == [(True, [True, True])] * 2
 
     @pytest.mark.parametrize("size", SIZES)
-    def test_buckets_of_ddp_are_averaged_through_the_room_to_the_same_bits(self, size):
-        """As DDP averages them itself: laid out anew, in parts, of parameters that are not used."""
+    def test_buckets_of_ddp_are_summed_through_the_room_to_the_same_bits(self, size):
+        """As DDP sums them itself: laid out anew, in parts, of parameters that are not used."""
         ways = ("", "static_graph", "gradient_as_bucket_view", "find_unused_parameters")
 
         def case(comm):
@@ -338,7 +342,7 @@ class TestRoom:
                 # find_unused_parameters keeps the first layout, which has more than one bucket.
                 assert (same, places > 1, rebuilt) == (True, True, way != ways[-1]), (way, found)
 
-    def test_the_engine_of_ddp_has_its_buckets_averaged_through_it(self):
+    def test_the_engine_of_ddp_has_its_buckets_summed_through_it(self):
         """Not when it communicates after backward, in buckets of its own."""
         kinds = (DDP(overlap=False), DDP())
 
