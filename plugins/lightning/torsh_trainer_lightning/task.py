@@ -16,9 +16,11 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, ModelSummary, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.compile import from_compiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
+from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
 from torsh_trainer.course import Likened, Setting
@@ -350,12 +352,19 @@ def _listed(things: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
 
 
 def _made(given: Any, kind: type) -> Any:
-    """The object itself, or what a callable makes."""
-    if given is None or isinstance(given, kind) or not callable(given):
-        return given
-    if isinstance(given, nn.Module):
-        return given
-    return given()
+    """The object itself, or what a callable makes; a compiled module with its steps compiled."""
+    is_made = given is None or isinstance(given, kind | nn.Module) or not callable(given)
+    made = given if is_made else given()
+    if not _is_compiled(made, kind):
+        return made
+    module = from_compiled(made)
+    for name in ("log", "log_dict"):  # which dynamo cannot trace
+        setattr(module, name, torch.compiler.disable(getattr(module, name)))
+    return module
+
+
+def _is_compiled(made: Any, kind: type) -> bool:
+    return isinstance(made, OptimizedModule) and isinstance(made._orig_mod, kind)
 
 
 @contextlib.contextmanager
