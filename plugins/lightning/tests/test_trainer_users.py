@@ -63,6 +63,18 @@ class Unused(Net):
         self.spare = nn.Linear(3, 3)
 
 
+class Counts(Net):
+    """Notes each mode that it is put into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def train(self, mode: bool = True) -> Any:
+        self.asked.append(mode)
+        return super().train(mode)
+
+
 class Brought(Net):
     """A part of it comes from outside, and is a hyperparameter too, as in the Hydra template."""
 
@@ -233,3 +245,12 @@ def test_fabric_speaks_so_too(tmp_path):
     odd = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(Unsupported, match=r"use TorshFabricStrategy..ddp.."):
         fabric.setup(odd, torch.optim.SGD(odd.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_a_module_is_put_into_modes_as_often_as_lightning_does(tmp_path, name):
+    flags = {"max_steps": -1, "max_epochs": 1, "limit_val_batches": 1}
+    theirs, ours = seeded(Counts), seeded(Counts)
+    fitted("auto", theirs, tmp_path, **flags)
+    fitted(f"torsh_{name}", ours, tmp_path, **flags)
+    assert ours.asked == theirs.asked
