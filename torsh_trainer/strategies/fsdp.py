@@ -231,10 +231,19 @@ class FSDP(Strategy):
             "offload_policy": offload,
             "ignored_params": uncut,
         }
-        for unit in units:
-            fully_shard(unit, mp_policy=policy(unit), **common)
-        for root in roots:
-            fully_shard(root, mp_policy=policy(root, output_dtype), **common)
+        for part, policies in [
+            *((unit, policy(unit)) for unit in units),
+            *((root, policy(root, output_dtype)) for root in roots),
+        ]:
+            try:
+                fully_shard(part, mp_policy=policies, **common)
+            except TypeError as error:
+                if "object layout differs" not in str(error):
+                    raise
+                raise self.refuse(
+                    f"the class {type(part).__name__}, which FSDP2 cannot put another class upon",
+                    use="let it inherit from its module first: class Net(nn.Module, Generic[T])",
+                ) from error
         if self.prefetch_depth is not None:
             chain = [cast(FSDPModule, unit) for unit in units]
             for i, link in enumerate(chain):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import lightning as L
 import pytest
@@ -27,6 +27,8 @@ from torsh_trainer import registry
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.world import World
+
+T = TypeVar("T")
 
 
 class MadeEarly(Net):
@@ -61,6 +63,22 @@ class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Linear(3, 3)
+
+
+class Typed(Generic[T], Net):
+    """Has Generic before its module."""
+
+
+class Counts(Net):
+    """Notes each mode that it is put into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[bool] = []
+
+    def train(self, mode: bool = True) -> Any:
+        self.asked.append(mode)
+        return super().train(mode)
 
 
 class Brought(Net):
@@ -234,3 +252,23 @@ def test_fabric_speaks_so_too(tmp_path):
     odd.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(Unsupported, match=r"use TorshFabricStrategy..ddp.."):
         fabric.setup(odd, torch.optim.SGD(odd.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp"])
+def test_a_module_is_put_into_modes_as_often_as_lightning_does(tmp_path, name):
+    flags = {"max_steps": -1, "max_epochs": 1, "limit_val_batches": 1}
+    theirs, ours = seeded(Counts), seeded(Counts)
+    fitted("auto", theirs, tmp_path, **flags)
+    fitted(f"torsh_{name}", ours, tmp_path, **flags)
+    assert ours.asked == theirs.asked
+
+
+def test_a_class_that_fsdp_cannot_change_is_refused(tmp_path):
+    theirs, ours = seeded(Typed), seeded(Typed)
+    fitted("ddp", theirs, tmp_path)
+    torch.distributed.destroy_process_group()
+    fitted("torsh_ddp", ours, tmp_path)
+    assert ours.losses == theirs.losses
+    torch.distributed.destroy_process_group()
+    with pytest.raises(Unsupported, match=r"the class Typed.*inherit from its module first"):
+        fitted("torsh_fsdp", seeded(Typed), tmp_path)

@@ -213,11 +213,19 @@ def rejoined(configured: Configured, engine: Engine) -> None:
 
 @contextlib.contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Within, modes of the module and its parts may change; then they are what they were."""
+    """Within, modes of the module and its parts may change; then they are what they were.
+
+    Its own ``train`` is not called: scripts override it, and count.
+    """
     modes = [(each, each.training) for each in module.modules()]
+    state = vars(module)
+    own = {"train": state["train"]} if "train" in state else {}
+    state["train"] = lambda mode=True: module
     try:
         yield
     finally:
+        del state["train"]
+        state.update(own)
         for each, training in modes:
             each.training = training
 
