@@ -42,14 +42,13 @@ from torsh_trainer_lightning.loop.kept import (
 )
 from torsh_trainer_lightning.loop.loaded import (
     check_processes,
-    check_savable,
     lightning_state,
     set_restored,
     told_of_load,
 )
 from torsh_trainer_lightning.loop.order import check_data
 from torsh_trainer_lightning.loop.picked import Own, check_weights, weights_at
-from torsh_trainer_lightning.loop.saved import Saved, saved_state
+from torsh_trainer_lightning.loop.saved import Saved, check_savable, saved_state
 from torsh_trainer_lightning.loop.stages import Stages
 
 log = logging.getLogger(__name__)
