@@ -42,6 +42,12 @@ def test_a_hook_sees_the_same_where_the_file_says_how_the_mean_is_divided(stage:
     )
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_hook_sees_the_same_where_the_optimizer_is_offloaded(stage: int) -> None:
+    strategy = DeepSpeed(stage=stage, offload_optimizer="cpu")
+    check_plain(shared(2), strategy, "clamp", SCENARIOS[1])
+
+
 def test_a_hook_is_refused_where_it_would_see_another_gradient() -> None:
     strategy = DeepSpeed(stage=0, extra=BEFORE)
     check_refused(shared(2), strategy, "clamp", "'head.weight'", "prescale_gradients")
