@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from torsh_trainer.broadcasts import refused_broadcasts
 from torsh_trainer.callbacks.base import (
@@ -48,6 +47,7 @@ from torsh_trainer.signals import Signals
 from torsh_trainer.stopping import BrokenOffError, Limits, Stop, Watch
 from torsh_trainer.strategies.base import Clip, Engine
 from torsh_trainer.strategies.foreign import foreign_parameters, refuse_trained
+from torsh_trainer.strategies.state import local_optimizer
 from torsh_trainer.task import Mean, Task
 
 log = logging.getLogger(__name__)
@@ -115,8 +115,7 @@ class Loop:
             Interrupted: a signal asked to stop; a checkpoint is saved first where saving is on.
         """
         for optimizer in self.engine.optimizers.values():
-            within: Optimizer = getattr(optimizer, "optim", optimizer)  # zero1 wraps one
-            refuse_closure(type(within))
+            refuse_closure(type(local_optimizer(optimizer)))
         self.feed = feed
         self._first_step = self.position.step
         self._foreign = foreign_parameters(self.task, self.engine.model)

@@ -350,7 +350,12 @@ class Rank:
         loop, path = self.loop, self.origin.path
         self.engine.expect(self.origin.plain.get("engine", {}))
         template = loop.state(template=self.trains)
-        resumption = self._compared(self.checkpointer.compare(template, path))
+        fit = self.checkpointer.compare(template, path)
+        if self.trains and fit.below(resume.OPTIMIZER).unexpected:  # on all ranks alike
+            grown = resume.grown(template, fit, self.engine, self.origin.setup, self.setup)
+            template = grown or template
+            fit = self.checkpointer.compare(template, path)
+        resumption = self._compared(fit)
         trust = self._trust(template, resumption.leave)
         loaded = self.checkpointer.load(template, path=path, leave=resumption.leave)
         loaded = resumption.completed(loaded, self.engine.optimizers)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_trainer.checkpoint.fit import Fit, slots_of
+from torsh_trainer.checkpoint.fit import Fit, slots_of, with_late_slots
 from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.setup import Comparison, Difference, Setup, by_parameter, compare
 from torsh_trainer.comm.compression.base import Compression
@@ -20,6 +20,7 @@ from torsh_trainer.data.stream import reading_processes
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.schedule.base import Schedule, StatefulSchedule
 from torsh_trainer.strategies.base import BatchPlan, Engine, Strategy
+from torsh_trainer.strategies.state import local_optimizer
 from torsh_trainer.task import Task
 
 OPTIMIZER: Key = ("engine", "optimizer")
@@ -102,8 +103,7 @@ def optimizer_facts(optimizers: Mapping[str, Optimizer], model: nn.Module) -> di
     return {
         "optimizer": {
             name: {
-                # The local one inside a ZeroRedundancyOptimizer.
-                "class": type(getattr(optimizer, "optim", optimizer)).__qualname__,
+                "class": type(local_optimizer(optimizer)).__qualname__,
                 "groups": [_settings(group, names) for group in optimizer.param_groups],
             }
             for name, optimizer in optimizers.items()
@@ -204,6 +204,35 @@ def for_training(
     return Resumption(comparison, tuple(leave), "schedule" in let or len(set(names)) > 1)
 
 
+def grown(
+    template: Mapping[str, Any], fit: Fit, engine: Engine, saved: Setup, now: Setup
+) -> dict[str, Any] | None:
+    """``template`` with slots that an optimizer makes in a later step; None where it has all.
+
+    Only of optimizers that are set as they were, but for their learning rate: a slot that a
+    setting has made (``amsgrad``) is a difference.
+    """
+    before, after = saved.get("optimizer", {}), now.get("optimizer", {})
+    held = {}
+    for name, optimizer in engine.optimizers.items():
+        if name in before and name in after and _is_set_alike(before[name], after[name]):
+            mine = {id(p) for g in local_optimizer(optimizer).param_groups for p in g["params"]}
+            held[name] = {n for n, p in engine.model.named_parameters() if id(p) in mine}
+    unexpected = {p: shape for p, shape in fit.unexpected.items() if p[2:3] and p[2] in held}
+    added = with_late_slots(template["engine"], Fit(unexpected=unexpected), held)
+    return None if added is None else {**template, "engine": added}
+
+
+def _is_set_alike(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    then, today = by_parameter(before), by_parameter(after)
+    rates = ("lr", "initial_lr", "params")
+    return before.get("class") == after.get("class") and all(
+        {k: v for k, v in then[name].items() if k not in rates}
+        == {k: v for k, v in today[name].items() if k not in rates}
+        for name in then.keys() & today.keys()
+    )
+
+
 def for_evaluation(fit: Fit, *, averaged: bool) -> Resumption:
     """Only weights matter to a run that does not train: the model's, or their average's."""
     leave = (OPTIMIZER, *OF_RANKS) if averaged else (OPTIMIZER, *OF_RANKS, EMA)
@@ -219,7 +248,7 @@ def tensor_differences(fit: Fit) -> list[Difference]:
     others = {*slots.paths, *averages.paths, *fit.below(*OF_RANKS).paths}
     model = Fit(
         tuple(p for p in fit.missing if p not in others),
-        tuple(p for p in fit.unexpected if p not in others),
+        {p: shape for p, shape in fit.unexpected.items() if p not in others},
         {p: pair for p, pair in fit.other.items() if p not in others},
     )
     found = [Difference(phrase) for phrase in model.phrases()]

@@ -34,12 +34,12 @@ Shapes = Mapping[Path, Shape]
 class Fit(NamedTuple):
     """How the tensors of a checkpoint differ from those that a run holds.
 
-    ``missing`` are the run's alone, ``unexpected`` the checkpoint's; ``other`` has (saved, wanted)
-    of those whose shape or kind differs.
+    ``missing`` are the run's alone, ``unexpected`` the checkpoint's, with their shapes; ``other``
+    has (saved, wanted) of those whose shape or kind differs.
     """
 
     missing: tuple[Path, ...] = ()
-    unexpected: tuple[Path, ...] = ()
+    unexpected: Mapping[Path, Shape] = {}
     other: Mapping[Path, tuple[Shape, Shape]] = {}
 
     @property
@@ -51,7 +51,7 @@ class Fit(NamedTuple):
         """The part of it that lies below one of ``prefixes``."""
         return Fit(
             tuple(p for p in self.missing if is_below(p, prefixes)),
-            tuple(p for p in self.unexpected if is_below(p, prefixes)),
+            {p: shape for p, shape in self.unexpected.items() if is_below(p, prefixes)},
             {p: pair for p, pair in self.other.items() if is_below(p, prefixes)},
         )
 
@@ -109,13 +109,52 @@ def fit(saved: Shapes, wanted: Iterable[Shapes]) -> Fit:
     slots = {slots_of(path) for path in kept}
     return Fit(
         tuple(p for p in templates if p not in kept and slots_of(p) in slots | {None}),
-        tuple(path for path in kept if path not in templates),
+        {path: shape for path, shape in kept.items() if path not in templates},
         {
             p: (kept[p], templates[p])
             for p in templates
             if p in kept and not _alike(kept[p], templates[p])
         },
     )
+
+
+def with_late_slots(
+    engine: Mapping[str, Any], fit: Fit, held: Mapping[str, Collection[str]]
+) -> dict[str, Any] | None:
+    """``engine``, a state to be filled, with the slots of optimizers that the checkpoint alone has.
+
+    An optimizer may make a slot in a later step than the first, as one that looks ahead every five
+    steps does. ``held`` names, by optimizer, the parameters whose state belongs to this rank. A
+    slot is cut as another one of that shape is, else as the parameter is. None where nothing is
+    added; what has no such model stays out, and does not fit.
+    """
+    optimizers = {name: dict(one) for name, one in engine["optimizer"].items()}
+    added = False
+    for path, shape in fit.unexpected.items():
+        at = slots_of(path)
+        if at is None or len(path) != len(at) + 1 or path[2] not in optimizers:
+            continue
+        name, parameter = path[2], path[4]
+        states = dict(optimizers[name]["state"])
+        slots = dict(states.get(parameter, {}))
+        of_model = engine["model"].get(parameter)
+        models = [*slots.values(), *([of_model] if parameter in held.get(name, ()) else [])]
+        slot = _like_one_of(models, shape)
+        if slot is not None:
+            states[parameter] = {**slots, path[5]: slot}
+            optimizers[name]["state"] = states
+            added = True
+    return {**engine, "optimizer": optimizers} if added else None
+
+
+def _like_one_of(models: Iterable[Any], shape: Shape) -> Leaf | None:
+    """Zeros of that shape, cut as the first of ``models`` that has it."""
+    for model in models:
+        if isinstance(model, Leaf) and shape_of(model).size == shape.size:
+            if isinstance(model, FlatShard):
+                return model._replace(tensor=torch.zeros_like(model.tensor, dtype=shape.dtype))
+            return torch.zeros_like(model, dtype=shape.dtype)
+    return torch.zeros((), dtype=shape.dtype) if shape.size == () and list(models) else None
 
 
 def check_fit(saved: Shapes, wanted: Iterable[Shapes], checkpoint: str) -> None:

@@ -32,6 +32,7 @@ from torsh_trainer.strategies.compressing import Compressed
 from torsh_trainer.strategies.state import (
     load_model,
     load_optimizers,
+    local_optimizer,
     materialise_slots,
     optimizer_state,
 )
@@ -464,7 +465,7 @@ class NativeEngine(Engine):
             for group, own in zip(optimizer.param_groups, kept, strict=True):
                 group["lr"] = own
             if not keeps_state:
-                getattr(optimizer, "optim", optimizer).state.clear()  # zero1 wraps one
+                local_optimizer(optimizer).state.clear()
         self.zero_grad()
 
     # -- what a hook or a callback frees or freezes ----------------------------------------------

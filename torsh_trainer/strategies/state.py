@@ -24,7 +24,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
     Raises:
         ConfigError: the optimizer keeps something that belongs to no parameter.
     """
-    held = _holder(optimizer)
+    held = local_optimizer(optimizer)
     for key in held.state:
         if id(key) not in names:
             raise ConfigError(
@@ -91,7 +91,7 @@ def load_optimizers(
         )
     for name, optimizer in optimizers.items():
         saved = state[name]
-        held = _holder(optimizer)
+        held = local_optimizer(optimizer)
         parameters = {names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
         mine = {names[id(p)] for g in held.param_groups for p in g["params"]}
         for parameter_name in mine & set(saved["state"]):
@@ -108,25 +108,26 @@ def load_groups(
 
     Groups are matched by parameter, whatever their number and order. Where parameters that were
     saved with different values of a setting now share a group, the run's own value stays, and the
-    log says so.
+    log says so. What an optimizer writes into its groups while it steps comes back, too.
     """
     by_parameter = {name: group for group in saved for name in group["params"]}
     for group in optimizer.param_groups:
         mine = [names[id(p)] for p in group["params"]]
         sources = {name: by_parameter[name] for name in mine if name in by_parameter}
-        for key in group:
+        written = {key for source in sources.values() for key in source}
+        for key in sorted({*group, *written}):
             held = {name: source[key] for name, source in sources.items() if key in source}
             if key in _NOT_LOADED or not held:
                 continue
             values = list(held.values())
             if all(_equal(value, values[0]) for value in values):
-                group[key] = _like(group[key], values[0])
+                group[key] = _like(group.get(key), values[0])
             else:
                 log.warning(
                     "%s was saved as %s and shares a group now: it is %s from here on",
                     key,
                     _by_value(held),
-                    group[key],
+                    group.get(key),
                 )
 
 
@@ -157,7 +158,7 @@ def materialise_slots(optimizer: Optimizer) -> None:
     A step with zero gradients and a zero learning rate makes torch's optimizers allocate what a
     checkpoint is then read into; learning rates and gradients are put back.
     """
-    held = _holder(optimizer)
+    held = local_optimizer(optimizer)
     if any(held.state.values()):
         return
     gradients = [(p, p.grad) for g in held.param_groups for p in g["params"]]
@@ -205,6 +206,6 @@ def load_model(model: nn.Module, source: Mapping[str, Any]) -> None:
     take_values(model, source)
 
 
-def _holder(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that owns the state: the local one inside a ZeroRedundancyOptimizer."""
+def local_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that has this rank's state, which may be one within ``optimizer``."""
     return getattr(optimizer, "optim", optimizer)

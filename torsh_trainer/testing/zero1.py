@@ -8,6 +8,7 @@ import torch
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.strategies.base import Strategy
+from torsh_trainer.strategies.state import local_optimizer
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.compare import FP32_ADAM, same_tensors
@@ -44,8 +45,7 @@ def _train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> tuple[
     engine, outcome = driver.engine, Outcome()
     for number in range(scenario.data.steps):
         driver.step(number, outcome)
-    # zero1 wraps an optimizer that has this rank's state.
-    local = [getattr(optimizer, "optim", optimizer) for optimizer in engine.optimizers.values()]
+    local = [local_optimizer(optimizer) for optimizer in engine.optimizers.values()]
     held = {id(parameter) for optimizer in local for parameter in optimizer.state}
     names = {name for name, p in engine.model.named_parameters() if id(p) in held}
     return driver.finish(outcome), names
