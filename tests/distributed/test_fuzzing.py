@@ -30,7 +30,11 @@ def test_no_combination_is_wrong_without_a_word(fuzzer, first):
     assert sum(outcome.verdict == "agrees" for outcome, _ in outcomes) >= 5
 
 
-PLAIN = next(d for d in map(draw, range(1000)) if d.max_norm and len(d.engines) > 1 and d.double)
+PLAIN = next(
+    d
+    for d in map(draw, range(1000))
+    if d.max_norm and len(d.engines) > 1 and d.double and "reads" not in d.pieces
+)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,13 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
-from torsh_trainer.strategies.native import DTYPES, NativeEngine, no_zero_unused, summed_in
+from torsh_trainer.strategies.native import (
+    DTYPES,
+    NativeEngine,
+    averages_in,
+    no_zero_unused,
+    summed_in,
+)
 from torsh_trainer.strategies.repeated import Repeats
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.single import computing
@@ -149,7 +155,8 @@ class DDPEngine(NativeEngine):
         self._within_forward = False
         self._ready = False  # the wrapper's forward has run since the last backward
         self._order: list[str] | None = None
-        self._enter = Entering(comm.world.size, gives_means=reducer is not None)
+        averages = averages_in(job.precision)
+        self._enter = Entering(comm.world.size, gives_means=reducer is not None, averages=averages)
         wrapped = _wrap(module, knobs, comm) if knobs.overlap else module
         self._ddp = wrapped if isinstance(wrapped, DistributedDataParallel) else None
         super().__init__(
@@ -159,6 +166,7 @@ class DDPEngine(NativeEngine):
             # The wrapper looks for what is unused after every forward; a step may have several.
             module=module if knobs.find_unused_parameters else wrapped,
             eval_module=module,
+            averaging_ranks=comm.world.size if averages else 1,
             gradient_scale=knobs.gradient_scale_on(comm.world),
             wrap_optimizer=sharded(comm) if knobs.zero1 else lambda optimizer: optimizer,
             compression=compressed(reducer, model, as_in_memory=knobs.overlap),

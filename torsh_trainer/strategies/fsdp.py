@@ -29,6 +29,7 @@ from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import (
     DTYPES,
     NativeEngine,
+    averages_in,
     local_norm,
     no_zero_unused,
     summed_in,
@@ -273,12 +274,14 @@ class FSDPEngine(NativeEngine):
     ) -> None:
         reduced_in = DTYPES[job.precision.reduce]
         self._uncut = Uncut(uncut, comm, lambda held: summed_in(held, reduced_in))
+        self._means = averages_in(job.precision)
         super().__init__(
             job,
             comm,
             model=model,
             module=model,
             eval_module=model,
+            averaging_ranks=comm.world.size if self._means else 1,
             wrap_optimizer=self._checked,
             compression=scatter,
         )
@@ -310,11 +313,11 @@ class FSDPEngine(NativeEngine):
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
-        self._reduce(averages=False)
+        self._reduce(averages=self._means)
         with in_words():
             report = super().forward_backward(micro_batches, total_weight, task)
         self._watches = False
-        self._uncut.reduce(averages=False)
+        self._uncut.reduce(averages=self._means)
         if self._knobs.zero_unused:
             self._zero_unused()
         return report

@@ -15,7 +15,7 @@ from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.ema import Ema
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.loss_scaling import LossScaler
-from torsh_trainer.precision import DTypeName
+from torsh_trainer.precision import DTypeName, Precision
 from torsh_trainer.randomness import draws_of
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
@@ -528,6 +528,14 @@ class NativeEngine(Engine):
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """The global L2 norm, a 0-dim tensor, the same on every rank."""
         return local_norm(gradients, self._device)
+
+
+def averages_in(precision: Precision) -> bool:
+    """Whether an engine that can do either averages gradients instead of summing them.
+
+    In fp16 a loss that is divided by the number of processes would lose small gradients.
+    """
+    return precision.scales_loss
 
 
 def summed_in(dtype: torch.dtype, asked: torch.dtype) -> torch.dtype:

@@ -26,13 +26,14 @@ from torsh_trainer.strategies.native import DTYPES, summed_in
 class Entering:
     """What gradients are multiplied by before they are reduced; one for an engine and its hooks.
 
-    They are summed, and averaged within ``averaging``. ``ranks`` is their number, and
-    ``gives_means`` says that what reduces them averages.
+    They are summed, and averaged within ``averaging`` or, with ``averages``, always. ``ranks`` is
+    their number, and ``gives_means`` says that what reduces them averages.
     """
 
-    def __init__(self, ranks: int, *, gives_means: bool = False) -> None:
-        self._ranks = ranks
-        self._factor = float(ranks) if gives_means else 1.0
+    def __init__(self, ranks: int, *, gives_means: bool = False, averages: bool = False) -> None:
+        total = float(ranks) if gives_means else 1.0
+        self._mean = total / ranks
+        self._factor = self._mean if averages else total
         self._ddp: DistributedDataParallel | None = None
         self._one = torch.futures.Future[list[Tensor]]()
         self._one.set_result([torch.ones(1)])
@@ -44,7 +45,7 @@ class Entering:
     @contextlib.contextmanager
     def averaging(self) -> Iterator[None]:
         """Within, gradients are averaged."""
-        before, self._factor = self._factor, self._factor / self._ranks
+        before, self._factor = self._factor, self._mean
         self.tell()
         try:
             yield

@@ -76,7 +76,7 @@ class HorovodEngine(NativeEngine):
 
     Gradients are communicated in the last backward pass of a step, and are there when
     ``forward_backward`` returns, before they are unscaled, measured and clipped. They are summed
-    over ranks, so that hooks see this rank's part of the whole gradient; with fp16 on the wire,
+    over ranks, so that hooks see this rank's part of the whole gradient; with fp16,
     ``gradient_predivide_factor``, and where the task itself calls backward they are averaged.
 
     A backward may add to one parameter several times (``repeated`` of the trainer's own engines

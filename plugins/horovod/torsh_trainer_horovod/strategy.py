@@ -222,7 +222,7 @@ class Horovod(Strategy):
 
         In fp16 small numbers are rounded otherwise.
         """
-        fp16 = "fp16" in (self.compression, job.precision.reduce)
+        fp16 = "fp16" in (self.compression, job.precision.reduce, job.precision.compute)
         return self.op == "average" and self.gradient_predivide_factor == 1.0 and not fp16
 
     def _check_hooks(self, model: nn.Module) -> None:
@@ -231,7 +231,7 @@ class Horovod(Strategy):
             if p._backward_hooks:
                 raise self.refuse(
                     f"the parameter {name!r} with a hook of its own beside "
-                    "gradient_predivide_factor or fp16 on the wire, where the hook sees the "
+                    "gradient_predivide_factor or fp16, where the hook sees the "
                     "gradient times the number of processes",
                     use="leave these at their defaults",
                 )

@@ -249,7 +249,7 @@ def test_fabric_speaks_so_too(tmp_path):
     fabric = L.Fabric(strategy="torsh_fsdp", devices=1, accelerator="cpu")
     fabric.launch()
     odd = nn.Linear(2, 2)
-    odd.weight.register_hook(lambda gradient: gradient)
+    odd.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(Unsupported, match=r"use TorshFabricStrategy..ddp.."):
         fabric.setup(odd, torch.optim.SGD(odd.parameters(), lr=0.1))
 

@@ -32,6 +32,7 @@ _FLAGS = (
         re.compile(r"trainer\.max_grad_value=([\w.]+)"),
         r'gradient_clip_val=\1 with gradient_clip_algorithm="value"',
     ),
+    (re.compile(r"trainer\.max_grad_value"), 'gradient_clip_algorithm="value"'),
     (re.compile(r"trainer\.accumulate"), "accumulate_grad_batches"),
     (re.compile(r"precision\.(\w+)=(\w+)"), r'precision=Precision(\1="\2")'),
     (re.compile(r"launcher\.num_processes"), "devices"),
