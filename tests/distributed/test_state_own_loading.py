@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from torsh_trainer import DDP, FSDP, CheckpointOptions, Single
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
@@ -16,92 +14,12 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.testing.cases import Driver
+from torsh_trainer.testing.own_state import KINDS, OwnScenario
 from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.reference import Outcome
 from torsh_trainer.testing.state import whole_state
-from torsh_trainer.testing.tiny import TinyModel, TinyModelOptions, TinyTask
+from torsh_trainer.testing.tiny import TinyModel, TinyModelOptions
 from torsh_trainer.weights import load_pretrained
-
-
-class Copying(TinyModel):
-    """A hook copies what it gives; ``factor`` is no parameter, and travels as extra state."""
-
-    def __init__(self, options: TinyModelOptions) -> None:
-        super().__init__(options)
-        self.factor = 1.0 + options.seed
-        self.register_state_dict_post_hook(_copy)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) * self.factor
-
-    def get_extra_state(self) -> Any:
-        return {"factor": self.factor, "note": "kept", "sum": torch.tensor([self.factor])}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.factor = state["factor"]
-
-
-class CopyingTensor(Copying):
-    """Its extra state is a tensor."""
-
-    def get_extra_state(self) -> Any:
-        return torch.tensor(self.factor)
-
-    def set_extra_state(self, state: Any) -> None:
-        self.factor = float(state)
-
-
-class Packed(TinyModel):
-    """Saves its last norm as one tensor, and takes it apart again."""
-
-    def __init__(self, options: TinyModelOptions) -> None:
-        super().__init__(options)
-        self.norm = PackedNorm(self.norm)
-
-
-class PackedNorm(nn.Module):
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(norm.weight.detach().clone())
-        self.bias = nn.Parameter(norm.bias.detach().clone())
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        shape = (hidden.shape[-1],)
-        return nn.functional.layer_norm(hidden, shape, self.weight, self.bias)
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "both"] = torch.stack([self.weight.detach(), self.bias.detach()])
-
-    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
-        with torch.no_grad():
-            self.weight.copy_(state[prefix + "both"][0])
-            self.bias.copy_(state[prefix + "both"][1])
-
-
-def _copy(module: nn.Module, state: Any, prefix: str, local: Any) -> None:
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            state[name] = value.clone()
-
-
-class OwnTask(TinyTask):
-    kind: type[TinyModel] = Copying
-
-    def build_model(self) -> TinyModel:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.options.seed)
-            return self.kind(self.options)
-
-
-@dataclass(frozen=True)
-class OwnScenario(Scenario):
-    kind: type[TinyModel] = Copying
-
-    @property
-    def task(self) -> TinyTask:
-        task = OwnTask(self.model, self.optimizer)
-        task.kind = self.kind
-        return task
 
 
 def save_and_load(
@@ -141,7 +59,7 @@ def plain_metrics(kind: type[TinyModel], state: dict[str, Any], ranks: int) -> d
     return {name: total / weight for name, (total, weight) in sums.items()}
 
 
-@pytest.mark.parametrize("kind", [Copying, CopyingTensor, Packed])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "strategy", [Single(), DDP(), DDP(zero1=True), FSDP(), Gloo()], ids=lambda one: one.name
 )
@@ -153,7 +71,7 @@ def test_a_checkpoint_reaches_a_model_by_its_own_loading(
         assert metrics == pytest.approx(plain_metrics(kind, state, ranks), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", [Copying, CopyingTensor, Packed])
+@pytest.mark.parametrize("kind", KINDS)
 def test_pretrained_weights_reach_a_model_by_its_own_loading(
     kind: type[TinyModel], tmp_path: Path
 ) -> None:
