@@ -21,6 +21,7 @@ import yaml
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.files import disk_error, set_aside, strict_json, write_file
 from torsh_trainer.rundir.logs import setup_logging
+from torsh_trainer.rundir.output import outliving_stdout
 from torsh_trainer.rundir.provenance import gather_provenance
 from torsh_trainer.world import World
 
@@ -155,10 +156,11 @@ class RunDir:
 
     @contextlib.contextmanager
     def logging(self, world: World, level: str) -> Iterator[None]:
-        """Within the block, this rank logs as ``setup_logging`` says."""
+        """Within the block, this rank logs as ``setup_logging`` says, and outlives its stdout."""
         close = setup_logging(self.path, world, level)
         try:
-            yield
+            with outliving_stdout():
+                yield
         finally:
             close()
 
