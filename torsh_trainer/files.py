@@ -89,10 +89,12 @@ def set_aside(path: Path) -> None:
     """Moves a file of an earlier run out of the way: result.json becomes result.1.json.
 
     Raises:
-        OSError: the disk refused.
+        OSError: it is no plain file, or the disk refused.
     """
     if not path.exists():
         return
+    if (kind := not_plain(path)) is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}", str(path))
     number = 1
     while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
@@ -213,7 +215,7 @@ def _check_extent(text: str, loader: Any) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if any(event.anchor == name for name, _ in above):
                 raise ValueError("it holds itself, by an alias")
-            count += sizes.get(event.anchor, 1)
+            count += sizes.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
             count += 1
         if len(above) > DEEPEST:
