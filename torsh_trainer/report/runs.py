@@ -10,6 +10,7 @@ from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.files import DEEPEST, not_plain, parse_yaml
+from torsh_trainer.masking import masked
 
 METRICS, RESULT = "metrics.jsonl", "result.json"
 _CONFIG, _PROVENANCE = "config.yaml", "provenance.json"
@@ -124,7 +125,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         path=folder,
         rows=_rows(folder / METRICS, problems),
         result=_result(folder / RESULT, problems),
-        config=dict(flat(_object(folder / _CONFIG, parse_yaml, problems))),
+        config=dict(flat(masked(_object(folder / _CONFIG, parse_yaml, problems)))),
         provenance=_object(folder / _PROVENANCE, json.loads, problems),
     )
     if len(problems) > _MOST_PROBLEMS:
