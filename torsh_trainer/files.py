@@ -7,11 +7,20 @@ import errno
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.errors import ResourceError, TorshError, TrainingError
+import yaml
+
+from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError
+
+DEEPEST = 100
+"""Levels of mappings and lists in a file that others may have written."""
+
+MOST_VALUES = 100_000
+"""Values in such a file, those counted again that YAML's aliases repeat."""
 
 _NEXT_MOVE = {
     errno.ENOSPC: "free some space there, or choose another disk",
@@ -80,10 +89,12 @@ def set_aside(path: Path) -> None:
     """Moves a file of an earlier run out of the way: result.json becomes result.1.json.
 
     Raises:
-        OSError: the disk refused.
+        OSError: it is no plain file, or the disk refused.
     """
     if not path.exists():
         return
+    if (kind := not_plain(path)) is not None:
+        raise OSError(errno.EINVAL, f"it is {kind}", str(path))
     number = 1
     while (kept := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
@@ -131,6 +142,88 @@ def explained(error: Exception, doing: str, path: Path, *, rank: int) -> TorshEr
         )
     told.__cause__ = error
     return told
+
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def not_plain(path: Path) -> str | None:
+    """What ``path`` is instead of a plain file (``a named pipe``); None for one, or for nothing."""
+    try:
+        return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
+    except (OSError, ValueError):  # whoever opens it says why
+        return None
+
+
+def check_plain(path: Path) -> None:
+    """Makes sure that reading ``path`` can neither wait for ever nor go on for ever.
+
+    Raises:
+        ConfigError: it is a named pipe, a device, a socket or a folder.
+    """
+    kind = not_plain(path)
+    if kind is not None:
+        raise ConfigError(
+            f"{path} is {kind}", fix="name a plain file; write what a pipe gives into one first"
+        )
+
+
+def parse_yaml(text: str) -> Any:
+    """The one document of ``text``, for files that others may have written.
+
+    Raises:
+        ValueError: it is no YAML, is nested too deeply, or grows too large by its aliases.
+    """
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
+    try:
+        _check_extent(text, loader)
+        return yaml.load(text, Loader=loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (line {mark.line + 1})" if mark else ""
+        raise ValueError(f"it is no YAML: {error.problem or error.context}{where}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"it is no YAML: {error}".splitlines()[0]) from None
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if type(error) is ValueError and str(error).startswith("it "):
+            raise
+        # PyYAML's own constructors raise them, for `!!timestamp word` and the like.
+        raise ValueError(
+            "it is no YAML: a value is not of the type that it is said to be"
+        ) from None
+
+
+def _check_extent(text: str, loader: Any) -> None:
+    """Walks over the events: what builds values from them recurses, and repeats aliases."""
+    sizes: dict[str, int] = {}
+    above: list[tuple[str | None, int]] = []
+    anchor, count = None, 0
+    for event in yaml.parse(text, Loader=loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            above.append((event.anchor, count))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = above.pop()
+            count += 1
+            if anchor is not None:
+                sizes[anchor] = count - before
+        elif isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == name for name, _ in above):
+                raise ValueError("it holds itself, by an alias")
+            count += sizes.get(str(event.anchor), 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            count += 1
+        if len(above) > DEEPEST:
+            raise ValueError("it is nested too deeply")
+        if count > MOST_VALUES:
+            raise ValueError(
+                f"it holds more than {MOST_VALUES:,} values, or repeats them by aliases"
+            )
 
 
 def parse_json(text: str) -> Any:

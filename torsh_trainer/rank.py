@@ -37,6 +37,7 @@ from torsh_trainer.data.stream import has_length, keeps_state
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.finders import BatchSizes, LearningRates, find_batch_size, find_lr
 from torsh_trainer.loop import Cadence, Loop, Position
+from torsh_trainer.masking import masked
 from torsh_trainer.membership import Membership
 from torsh_trainer.pace import Pace
 from torsh_trainer.resume import Resumption
@@ -204,7 +205,7 @@ class Rank:
     @property
     def about(self) -> dict[str, Any]:
         """Parts of a checkpoint that stay as they are throughout the run."""
-        return {"config": resume.plain(self.trainer.config), "setup": self.setup}
+        return {"config": resume.plain(masked(self.trainer.config)), "setup": self.setup}
 
     @property
     def cadence(self) -> Cadence:
@@ -551,7 +552,7 @@ class Rank:
             peak_flops=None if peak is None else peak * self.world.size,
             threads=torch.get_num_threads(),
             model_summary=summarise(self.engine.model) if first and self.world.is_main else "",
-            config=trainer.config,
+            config=masked(trainer.config),
             total_steps=self.total_steps,
             max_time_s=trainer.max_time_s,
             trains=self.trains,

@@ -24,6 +24,7 @@ from torsh_trainer.callbacks.csv import Csv
 from torsh_trainer.callbacks.early_stopping import EarlyStopping
 from torsh_trainer.callbacks.jsonl import Jsonl
 from torsh_trainer.callbacks.mlflow import MLflow
+from torsh_trainer.callbacks.places import TAKEN
 from torsh_trainer.callbacks.profiler import Profiler
 from torsh_trainer.callbacks.summary import summarise
 from torsh_trainer.callbacks.tensorboard import TensorBoard
@@ -31,6 +32,7 @@ from torsh_trainer.callbacks.throughput import Throughput
 from torsh_trainer.callbacks.wandb import WandB
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.lookup import imported
+from torsh_trainer.rundir import RunDir
 from torsh_trainer.world import World
 
 
@@ -205,6 +207,46 @@ def test_a_file_that_the_disk_refuses_is_a_resource_error(make, tmp_path):
     in_the_way.write_text("a file where a folder should be")
     with pytest.raises(ResourceError, match="cannot write"):
         drive(make(), run_info(in_the_way), [logged(1)])
+
+
+NAMED = {
+    "logger.jsonl.filename": lambda name: Jsonl(filename=name),
+    "logger.csv.filename": lambda name: Csv(filename=name),
+    "logger.tensorboard.dir": lambda name: TensorBoard(dir=name),
+    "callbacks.profiler.dir": lambda name: Profiler(dir=name),
+}
+
+
+@pytest.mark.parametrize("knob", NAMED)
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "/dev/null", "a/../../b", "a\x07", "result.json", "checkpoints/x"]
+)
+def test_a_name_that_is_none_in_the_run_directory_is_refused(name, knob):
+    with pytest.raises(ConfigError) as refusal:
+        NAMED[knob](name)
+    assert f"{knob}=" in str(refusal.value)
+    assert str(refusal.value).isprintable()
+    NAMED[knob]("deeper/name")
+
+
+def test_what_the_run_itself_writes_is_what_no_callback_may(tmp_path):
+    home = RunDir.create(tmp_path / "run")
+    home.write_config({})
+    home.start_provenance(command=[]).join()
+    home.write_result({})
+    with home.logging(World(), "info"):
+        pass
+    assert {*TAKEN} - {file.name for file in home.path.iterdir()} == {".hydra", "checkpoints"}
+    assert {file.name for file in home.path.iterdir()} <= {*TAKEN}
+
+
+@pytest.mark.parametrize("make", [Jsonl, Csv])
+def test_a_folder_in_the_place_of_reports_is_not_moved(make, tmp_path):
+    logger = make(filename="mine")
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ResourceError, match="it is a folder"):
+        logger.on_start(run_info(run_dir=tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("make", [Jsonl, Csv, TensorBoard])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -362,6 +364,86 @@ def test_the_same_run_named_twice_counts_once(tmp_path):
     assert [r.path for r in read_runs([run, tmp_path, run / "metrics.jsonl"])] == [run]
 
 
+def test_one_run_under_two_names_counts_once_and_links_in_circles_end(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "z" / "one", steps=5)
+    (tmp_path / "z" / "latest").symlink_to(run)
+    (tmp_path / "z" / "round").symlink_to(tmp_path / "z")
+    monkeypatch.chdir(tmp_path / "z")
+    paths = [Path("one"), Path("../z/one"), Path("latest"), Path()]
+    assert [run.name for run in read_runs(paths)] == ["one"]
+
+
+BOMB = "a: &a [1, 1]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20)
+)
+ODD_FILES = {
+    "step infinite": ("metrics.jsonl", '{"split": "train", "step": Infinity, "loss": 1}'),
+    "step immense": ("metrics.jsonl", '{"split": "train", "step": 1%s, "loss": 1}' % ("0" * 400)),
+    "loss of 400 digits": (
+        "metrics.jsonl",
+        '{"split": "train", "step": 90, "loss": 1%s}' % ("0" * 400),
+    ),
+    "loss at the edges": (
+        "metrics.jsonl",
+        (
+            '{"split": "train", "step": 90, "loss": 1e308}\n'
+            '{"split": "train", "step": 91, "loss": -1e308}\n'
+            '{"split": "train", "step": 92, "loss": 5e-324, "elapsed_s": 1e308}'
+        ),
+    ),
+    "samples as text": (
+        "metrics.jsonl",
+        '{"split": "train", "step": 90, "samples": "many", "loss": "low", "lr": [], "x": {}}',
+    ),
+    "line nested deeply": ("metrics.jsonl", "[" * 100_000),
+    "half a character": ("metrics.jsonl", '{"split": "eval", "step": 90, "\\ud800 $x$": 1}'),
+    "result nested deeply": ("result.json", '{"a": ' * 900 + "1" + "}" * 900),
+    "result nested more deeply": ("result.json", "[" * 100_000),
+    "result of other types": (
+        "result.json",
+        (
+            '{"world_size": [], "steps": "many", "train_loss": {}, "wall_s": 1e400, '
+            '"samples_per_s": "x", "peak_memory_bytes": true, "strategy": 3, "error": [1]}'
+        ),
+    ),
+    "aliases that multiply": ("config.yaml", BOMB),
+    "an alias of itself": ("config.yaml", "a: &a [*a]"),
+    "yaml nested deeply": ("config.yaml", "[" * 100_000),
+    "yaml of other types": ("config.yaml", "a: !!timestamp word"),
+    "a number of 9000 digits": ("config.yaml", "a: 0x" + "f" * 9000),
+}
+
+
+@pytest.mark.parametrize("case", ODD_FILES)
+def test_whatever_a_file_holds_the_rest_is_drawn_and_it_is_noted(case, tmp_path, capsys):
+    name, content = ODD_FILES[case]
+    run = make_run(tmp_path / "digits", steps=40)
+    if name == "metrics.jsonl":
+        content = (run / name).read_text() + content + "\n"
+    (run / name).write_text(content)
+    report(run, "--png")
+    page = page_at(run / "report.html")
+    assert len(page.plots["Loss by step"]["curves"]) == 2
+    noted = case not in ("loss of 400 digits", "loss at the edges", "half a character")
+    assert (name in capsys.readouterr().err) == noted
+
+
+def test_a_file_with_a_thousand_bad_lines_is_noted_in_twenty(tmp_path):
+    run = make_run(tmp_path / "digits", steps=5)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("no report\n" * 1000)
+    problems = read_run(run, name="digits").problems
+    assert len(problems) == 21
+    assert problems[-1] == "and 980 more like these"
+
+
+def test_a_pipe_in_the_place_of_a_file_is_noted(tmp_path):
+    run = make_run(tmp_path / "digits", steps=5)
+    (run / "config.yaml").unlink()
+    os.mkfifo(run / "config.yaml")
+    assert read_run(run, name="digits").problems == ["config.yaml is a named pipe"]
+
+
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     for folder in ("x/seed0", "y/seed0"):
         make_run(tmp_path / folder, steps=5)
@@ -403,7 +485,7 @@ def test_a_broken_file_beside_the_metrics_is_noted(name, content, tmp_path):
     run = make_run(tmp_path / "digits", steps=5)
     (run / name).write_text(content)
     report(run)
-    assert f"{name} cannot be read: it holds no mapping" in page_at(run / "report.html").text
+    assert f"{name} cannot be read: it" in page_at(run / "report.html").text
 
 
 def test_a_place_that_cannot_be_written_is_a_resource_error(tmp_path):

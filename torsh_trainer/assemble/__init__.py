@@ -29,6 +29,7 @@ from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.importing import load_for_good
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.local import Local
+from torsh_trainer.masking import masked
 from torsh_trainer.world import World
 
 if TYPE_CHECKING:  # the launching process never loads torch
@@ -66,7 +67,8 @@ class Order:
 
     ``config`` is the resolved configuration, ``command`` what would start this run again,
     ``import_paths`` where user code is found. ``said`` is what rank 0 alone knows of it, by place;
-    elsewhere the marks that stand there instead.
+    elsewhere the marks that stand there instead. ``written`` is the configuration as files show it,
+    without secrets; empty: ``config``, masked.
     """
 
     config: Mapping[str, Any]
@@ -74,6 +76,7 @@ class Order:
     command: tuple[str, ...]
     import_paths: tuple[str, ...]
     said: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
 
 
 Ordered = TypeVar("Ordered", bound=Order)
@@ -87,6 +90,7 @@ def run(
     env: Mapping[str, str],
     import_paths: Sequence[str],
     said: Mapping[str, Any] | None = None,
+    written: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Runs a resolved configuration in the processes that its launcher starts.
 
@@ -95,7 +99,7 @@ def run(
     Raises:
         TorshError: see errors.py.
     """
-    order = Order(config, run_dir, tuple(command), tuple(import_paths), said or {})
+    order = Order(config, run_dir, tuple(command), tuple(import_paths), said or {}, written or {})
     return launched(work, order, env)
 
 
@@ -145,7 +149,8 @@ def _agreed(world: World, order: Order) -> Order:
     options = {} if comm is None else {"options": plan(comm, key="comm").build()}
     said = told(world, order.said, **options)
     marks = {f"\0{name}\0": value for name, value in said.items()}
-    return replace(order, config=filled(order.config, marks), said={})
+    config, written = filled(order.config, marks), filled(order.written, marks)
+    return replace(order, config=config, written=written, said={})
 
 
 def preview(
@@ -200,7 +205,7 @@ def trainer_of(order: Order) -> Trainer:
         "loading": loading,
         "callbacks": [*_enabled(config, "callbacks"), *_enabled(config, "logger")],
         "run_dir": order.run_dir,
-        "config": config,
+        "config": order.written or masked(config),
         "command": order.command,
         "log_level": config["log_level"],
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import IsKept, Logger, Row, Sink
+from torsh_trainer.callbacks.places import in_run_directory
 from torsh_trainer.files import disk_error, set_aside, write_file
 
 
@@ -18,11 +19,14 @@ class Csv(Logger):
     Columns are those of metrics.jsonl; a metric that a split does not have is an empty cell. A
     metric that appears for the first time (an evaluation's, say) adds a column. What a resumed
     run does with the file is what Jsonl does.
+
+    Raises:
+        ConfigError: ``filename`` is no name in the run directory.
     """
 
     def __init__(self, *, filename: str = "metrics.csv") -> None:
         super().__init__()
-        self.filename = filename
+        self.filename = in_run_directory(filename, knob="logger.csv.filename")
 
     def open(self, info: RunInfo) -> Sink:
         if info.run_dir is None:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from torsh_trainer.callbacks.base import RunInfo
+from torsh_trainer.masking import masked_url
 
 
 def number(value: object) -> str:
@@ -44,8 +45,8 @@ def size(count: float) -> str:
 
 def nearby(path: str | Path) -> str:
     """``path`` as seen from the current directory, where it lies below it."""
-    path = Path(path)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    path, url = Path(path), masked_url(str(path))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else url)
 
 
 def batch_arithmetic(info: RunInfo) -> str:

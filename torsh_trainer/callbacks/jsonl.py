@@ -9,6 +9,7 @@ from typing import TextIO
 
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import IsKept, Logger, Row, Sink
+from torsh_trainer.callbacks.places import in_run_directory
 from torsh_trainer.files import disk_error, set_aside, strict_json, write_file
 
 _TAIL_BYTES = 65536
@@ -22,11 +23,14 @@ class Jsonl(Logger):
     ``null``. Every line is handed to the system at once, so that a crash loses none. A resumed run
     appends, after it has dropped what was reported after the checkpoint that it goes on from. A run
     that begins anew keeps the file of an earlier one as metrics.1.jsonl.
+
+    Raises:
+        ConfigError: ``filename`` is no name in the run directory.
     """
 
     def __init__(self, *, filename: str = "metrics.jsonl") -> None:
         super().__init__()
-        self.filename = filename
+        self.filename = in_run_directory(filename, knob="logger.jsonl.filename")
 
     def open(self, info: RunInfo) -> Sink:
         if info.run_dir is None:

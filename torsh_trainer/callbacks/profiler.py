@@ -17,6 +17,7 @@ from torch import profiler
 
 from torsh_trainer.callbacks.base import Callback, RunInfo, StepReport
 from torsh_trainer.callbacks.formatting import nearby
+from torsh_trainer.callbacks.places import in_run_directory
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.files import disk_error
 
@@ -33,7 +34,7 @@ class Profiler(Callback):
     waiting for data and computing. Tracing slows the traced steps down, ``with_stack`` above all.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or ``dir`` is no name in the run directory.
         ResourceError: the trace cannot be written.
     """
 
@@ -56,7 +57,7 @@ class Profiler(Callback):
                 )
         self.first_step = first_step
         self.steps = steps
-        self.dir = dir
+        self.dir = in_run_directory(dir, knob="callbacks.profiler.dir")
         self.record_shapes = record_shapes
         self.profile_memory = profile_memory
         self.with_stack = with_stack

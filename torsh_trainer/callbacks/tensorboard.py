@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import Logger, Row, Sink, require
+from torsh_trainer.callbacks.places import in_run_directory
 from torsh_trainer.files import disk_error
 
 
@@ -18,6 +19,7 @@ class TensorBoard(Logger):
     """Writes scalars under ``split/metric`` to event files in ``dir`` of the run directory.
 
     Raises:
+        ConfigError: ``dir`` is no name in the run directory.
         ResourceError: tensorboard is not installed.
     """
 
@@ -26,7 +28,7 @@ class TensorBoard(Logger):
     def __init__(self, *, dir: str = "tensorboard") -> None:
         super().__init__()
         require("tensorboard", knob="logger.tensorboard")
-        self.dir = dir
+        self.dir = in_run_directory(dir, knob="logger.tensorboard.dir")
 
     def open(self, info: RunInfo) -> Sink:
         if info.run_dir is None:

@@ -22,6 +22,7 @@ from torsh_trainer.config.renamed import RENAMED, Table
 from torsh_trainer.config.roots import GROUPS, RECIPE, SETTINGS, Roots
 from torsh_trainer.config.wording import COMPOSING, composing_error
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.masking import MASK, masked_text
 
 if TYPE_CHECKING:  # Hydra hands one out, and names its class nowhere public
     from hydra._internal.hydra import Hydra
@@ -90,9 +91,9 @@ def show(line: CommandLine, roots: Roots) -> int:
 
 
 def _show_configuration(app: App, line: CommandLine) -> None:
-    said = io.StringIO()
+    said, shown = io.StringIO(), io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
             app.hydra.show_cfg(CONFIG, app.overrides, str(line.show), line.package, line.resolve)
     except SystemExit as error:  # what Hydra does about a package that is not there
         raise ConfigError(
@@ -100,6 +101,7 @@ def _show_configuration(app: App, line: CommandLine) -> None:
             fix=nearest(str(line.package), GROUPS),
         ) from error
     print(said.getvalue(), end="", file=sys.stderr)
+    print(masked_text(shown.getvalue()).replace(f": {MASK}", f": '{MASK}'"), end="")
 
 
 def _run_name(choices: Mapping[str, Any]) -> str:

@@ -21,7 +21,9 @@ from torsh_trainer.config import asking, sweep, tracebacks
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import GROUPS, SETTINGS
 from torsh_trainer.config.wording import as_failure, plain
+from torsh_trainer.config.written import written
 from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
+from torsh_trainer.masking import masked, masked_override, masked_text
 from torsh_trainer.rundir import RunDir
 
 HYDRA_FOLDER = ".hydra"
@@ -39,6 +41,7 @@ class Run(Protocol):
         env: Mapping[str, str],
         import_paths: Sequence[str],
         said: Mapping[str, Any],
+        written: Mapping[str, Any],
     ) -> dict[str, Any]: ...
 
 
@@ -75,7 +78,8 @@ class Job:
     def follow(self, config: DictConfig) -> dict[str, Any]:
         """Runs as a process that writes nothing: another one leads the job."""
         said = {} if HydraConfig.initialized() else asking.marked(config)
-        return self._run(plain(config), None, self.given, said)
+        settings = plain(config)
+        return self._run(settings, None, self.given, said, written(config, settings))
 
     def _lead(self, config: DictConfig, run_dir: Path) -> dict[str, Any]:
         """Runs as the process that speaks for the job."""
@@ -90,8 +94,8 @@ class Job:
         began = time.time()
         try:
             _keep_composition(config, run_dir / HYDRA_FOLDER)
-            overrides = list(HydraConfig.get().overrides.task)
-            return self._run(settings, run_dir, overrides, self._said(config))
+            shown = written(config, settings)
+            return self._run(settings, run_dir, _overrides(), self._said(config), shown)
         except Exception as error:
             _leave_result(as_failure(error), run_dir, since=began)
             raise
@@ -108,6 +112,7 @@ class Job:
         run_dir: Path | None,
         overrides: Sequence[str],
         said: Mapping[str, Any],
+        shown: Mapping[str, Any],
     ) -> dict[str, Any]:
         flags = () if self.config_dir is None else ("--config-dir", self.config_dir)
         return self.run(
@@ -117,6 +122,7 @@ class Job:
             env=dict(os.environ),
             import_paths=import_paths(self.config_dir),
             said=said,
+            written=shown,
         )
 
     def _check_task(self, settings: Mapping[str, Any]) -> None:
@@ -131,7 +137,7 @@ class Job:
 
     def _job_of_a_sweep(self, config: DictConfig, run_dir: Path) -> float | None:
         hydra = HydraConfig.get()
-        own = [text for text in hydra.overrides.task if bare_key(text) not in self.fixed]
+        own = [masked_override(text) for text in _overrides() if bare_key(text) not in self.fixed]
         print(f"job {hydra.job.num}: {' '.join(own)}", file=sys.stderr)
         found = environments.detect(os.environ)
         if found is not None and found.rank > 0:
@@ -200,11 +206,17 @@ def _remove_empty(run_dir: Path) -> None:
 
 def _keep_composition(config: DictConfig, folder: Path) -> None:
     """What Hydra itself would keep, and ``rerun`` reads; written once the directory is ours."""
-    hydra = HydraConfig.instance().cfg
+    hydra = OmegaConf.to_container(HydraConfig.instance().cfg or OmegaConf.create())
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(config, folder / "config.yaml")
-    OmegaConf.save(hydra, folder / "hydra.yaml")
-    OmegaConf.save(HydraConfig.get().overrides.task, folder / "overrides.yaml")
+    OmegaConf.save(OmegaConf.create(masked(OmegaConf.to_container(config))), folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create(masked(hydra, text=masked_text)), folder / "hydra.yaml")
+    overrides = [masked_override(text) for text in _overrides()]
+    OmegaConf.save(OmegaConf.create(overrides), folder / "overrides.yaml")
+
+
+def _overrides() -> list[str]:
+    """Those of this job as they were typed: iterating would resolve ``${oc.env:NAME}`` in them."""
+    return [str(text) for text in OmegaConf.to_container(HydraConfig.get().overrides.task) or []]
 
 
 def _leave_result(error: TorshError, run_dir: Path, *, since: float) -> None:

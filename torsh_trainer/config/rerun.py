@@ -19,6 +19,7 @@ from torsh_trainer.config.roots import RECIPE, YAML, find_roots
 from torsh_trainer.config.wording import plain
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.files import disk_error
+from torsh_trainer.masking import MASK, masked_override
 
 USAGE = "write rerun RUN_DIRECTORY [OVERRIDE ...]"
 _RESUME = "checkpoint.resume"
@@ -51,6 +52,7 @@ def command_line(line: CommandLine) -> CommandLine:
     hydra = _saved(Path(run), "hydra.yaml")["hydra"]
     overrides = merged(earlier, later)
     for text in overrides:
+        _check_known(text, Path(run))
         _check_file(text, Path(run))
     config_dir = line.config_dir or _config_dir(hydra["runtime"]["config_sources"])
     return CommandLine(**{**vars(line), "overrides": tuple(overrides), "config_dir": config_dir})
@@ -109,7 +111,7 @@ def dry_run(line: CommandLine, *, preview: Preview, env: Mapping[str, str]) -> i
         config, run_dir=Path(run), env=env, import_paths=import_paths(again.config_dir)
     )
     if not named:
-        what = shlex.join(["rerun", run, *later])
+        what = shlex.join(["rerun", run, *map(masked_override, later)])
         print(f"{what} {begins}, in a new directory.")
         print(f"{what} {_RESUME}={shlex.quote(run)} goes on from its newest checkpoint:\n")
     print(text)
@@ -144,6 +146,16 @@ def _saved(run: Path, name: str) -> Any:
         f"{run} is no run of this command line: it has no .hydra/{name}",
         fix="give the directory that a run printed, such as runs/digits/2031-01-31_18-30-05",
     )
+
+
+def _check_known(text: str, run: Path) -> None:
+    """A secret was not kept, so that it has to be given again."""
+    if MASK in text:
+        key = text.partition("=")[0]
+        raise ConfigError(
+            f"{run} was started with a secret in {bare_key(text)}, which was not written down",
+            fix=f"give {key}=VALUE again; {key}='${{oc.env:NAME}}' is written as it stands",
+        )
 
 
 def _check_file(text: str, run: Path) -> None:

@@ -16,6 +16,7 @@ from torsh_trainer.config.job import Job, Run
 from torsh_trainer.config.overrides import bare_key, parsed
 from torsh_trainer.config.roots import Roots
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.rundir.output import outliving_stdout
 from torsh_trainer.signals import ends_with_its_run
 
 
@@ -37,7 +38,7 @@ def train(line: CommandLine, roots: Roots, *, run: Run, env: Mapping[str, str]) 
         )
     if found is not None and not line.multirun:
         ends_with_its_run()
-    with opened(line, roots) as app:
+    with outliving_stdout(), opened(line, roots) as app:
         job = Job(
             run=run,
             given=tuple(app.overrides),

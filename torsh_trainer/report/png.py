@@ -44,7 +44,7 @@ def write_png(runs: Sequence[Run], charts: Sequence[Chart], path: Path) -> None:
     line: Any = Line2D
     figure.legend(
         [line([], [], color=_color(i), linestyle=_style(i)) for i in range(len(runs))],
-        [f"{run.name}  {hint}" for run, hint in zip(runs, hints(runs), strict=True)],
+        [_plain(f"{run.name}  {hint}") for run, hint in zip(runs, hints(runs), strict=True)],
         loc="outside upper center",
         ncols=min(_LEGEND_COLUMNS, len(runs)),
         frameon=False,
@@ -60,7 +60,7 @@ def _draw(axes: Any, chart: Chart) -> None:
         axes.set_yscale("log")
     if chart.zero:
         axes.set_ylim(bottom=0)
-    axes.set_title(chart.title + (" (%)" if chart.percent else ""), loc="left", fontsize=10)
+    axes.set_title(_plain(chart.title) + (" (%)" if chart.percent else ""), loc="left", fontsize=10)
     if chart.note:
         axes.set_title(chart.note, loc="right", fontsize=7, color="#5d6877")
     axes.set_xlabel("step", fontsize=8)
@@ -85,6 +85,11 @@ def _line(axes: Any, curve: Curve, *, scale: float) -> None:
         markersize=3,
         zorder=2 if curve.faint else 3,
     )
+
+
+def _plain(text: str) -> str:
+    """``text`` as it stands: matplotlib reads a formula between two dollars."""
+    return text.replace("$", r"\$")
 
 
 def _color(run: int) -> str:

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.files import DEEPEST, not_plain, parse_yaml
+from torsh_trainer.masking import masked
 
 METRICS, RESULT = "metrics.jsonl", "result.json"
 _CONFIG, _PROVENANCE = "config.yaml", "provenance.json"
 _DEPTH = 4  # how far below a folder runs are looked for
 _FACTS = frozenset({"split", "step", "epoch", "samples", "elapsed_s"})
+_NUMBERS = frozenset(
+    (
+        "world_size",
+        "steps",
+        "samples",
+        "train_loss",
+        "wall_s",
+        "samples_per_s",
+        "peak_memory_bytes",
+    )
+)
+"""What result.json holds as numbers."""
+
+_LARGEST = 1e60
+"""A number beyond it, like one that is not finite, is a gap: no axis can hold it."""
+
+_MOST_STEPS = 2**53
+_MOST_PROBLEMS = 20
+_MOST_BITS = 10_000
 
 
 @dataclass(frozen=True)
 class Point:
-    """One number of one report; ``value`` is None where it was not finite."""
+    """One number of one report; ``value`` is None where it was not finite, or beyond 1e60."""
 
     step: int
     samples: int
@@ -68,12 +86,7 @@ class Run:
     def curve(self, split: str, metric: str) -> list[Point]:
         """``metric`` over the reports of ``split`` that hold it."""
         return [
-            Point(
-                row["step"],
-                row.get("samples") or 0,
-                row.get("elapsed_s") or 0.0,
-                _finite(row[metric]),
-            )
+            Point(row["step"], row.get("samples") or 0, row.get("elapsed_s") or 0.0, row[metric])
             for row in self.rows
             if row["split"] == split and metric in row
         ]
@@ -85,7 +98,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     Raises:
         ConfigError: there is no run at one of them.
     """
-    folders: dict[Path, None] = {}
+    folders: dict[Path, Path] = {}  # one place may be named twice, or by a link
     for path in paths:
         found = list(_folders(path))
         if not found:
@@ -93,9 +106,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
                 f"no run in {path}: neither {METRICS} nor {RESULT} is there or below it",
                 fix="name a run directory, or a folder that holds some",
             )
-        folders.update(dict.fromkeys(found))
+        for folder in found:
+            folders.setdefault(folder.resolve(), folder)
     names = _names(list(folders))
-    return [read_run(folder, name=name) for folder, name in zip(folders, names, strict=True)]
+    places = folders.values()
+    return [read_run(folder, name=name) for folder, name in zip(places, names, strict=True)]
 
 
 def read_run(folder: Path, *, name: str) -> Run:
@@ -105,16 +120,17 @@ def read_run(folder: Path, *, name: str) -> Run:
         ResourceError: a file cannot be read at all.
     """
     problems: list[str] = []
-    rows = _rows(folder / METRICS, problems)
-    return Run(
+    run = Run(
         name=name,
         path=folder,
-        rows=rows,
-        result=_json_object(folder / RESULT, problems),
-        config=dict(flat(_yaml_object(folder / _CONFIG, problems))),
-        provenance=_json_object(folder / _PROVENANCE, problems),
-        problems=problems,
+        rows=_rows(folder / METRICS, problems),
+        result=_result(folder / RESULT, problems),
+        config=dict(flat(masked(_object(folder / _CONFIG, parse_yaml, problems)))),
+        provenance=_object(folder / _PROVENANCE, json.loads, problems),
     )
+    if len(problems) > _MOST_PROBLEMS:
+        problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS:,} more like these"]
+    return replace(run, problems=problems)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -145,17 +161,20 @@ def _folders(path: Path) -> Iterator[Path]:
     )
 
 
-def _files_below(path: Path, depth: int) -> Iterator[Path]:
+def _files_below(path: Path, depth: int, seen: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    seen |= {path.resolve()}
     for entry in path.iterdir():
         if entry.name in (METRICS, RESULT):
             yield entry
-        elif depth and entry.is_dir() and entry.name != "checkpoints":
-            yield from _files_below(entry, depth - 1)
+        elif not depth or not entry.is_dir() or entry.name == "checkpoints":
+            continue
+        elif entry.resolve() not in seen:  # a link to a folder above leads round in circles
+            yield from _files_below(entry, depth - 1, seen)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Paths without the part that all have in common."""
-    parts = [folder.resolve().parts for folder in folders]
+    """Different paths, without the part that all have in common."""
+    parts = [folder.parts for folder in folders]
     if len(parts) == 1:
         return [parts[0][-1]]
     shared = 0
@@ -167,61 +186,102 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     """The reports of a metrics.jsonl; those that a resumed run made again count once."""
     rows: list[dict[str, Any]] = []
-    text = _text(path)
+    text = _text(path, problems)
     if not text.strip():
         problems.append(f"{path.name} is {'empty' if path.exists() else 'missing'}: no reports")
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            row["split"], row["step"] = str(row["split"]), int(row["step"])
-        except (ValueError, KeyError, TypeError):
+            row, left_out = _report(json.loads(line))
+        except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
             problems.append(f"{path.name}, line {number}: not a report, skipped")
             continue
-        if rows and rows[-1]["step"] > row["step"]:
-            rows = [earlier for earlier in rows if earlier["step"] < row["step"]]
-        rows = _without_twin(rows, row)
+        if left_out:
+            problems.append(f"{path.name}, line {number}: {left_out} is no number, left out")
+        _make_room(rows, row)
         rows.append(row)
     return rows
 
 
-def _without_twin(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """``rows`` without the one of the same split and step, which can only be among the last."""
+def _report(said: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """A line of metrics.jsonl with numbers for values, and the names of those that are none."""
+    step = int(said["step"])
+    if abs(step) > _MOST_STEPS:
+        raise ValueError(step)
+    row: dict[str, Any] = {"split": str(said["split"]), "step": step}
+    left_out = []
+    for name, value in said.items():
+        if name in row:
+            continue
+        if _is_number(value):
+            row[name] = _drawable(value)
+        else:
+            left_out.append(name[:40])
+    return row, ", ".join(left_out[:3])
+
+
+def _make_room(rows: list[dict[str, Any]], row: Mapping[str, Any]) -> None:
+    """Takes out of ``rows``, whose steps never fall, what ``row`` begins again or repeats."""
+    if rows and rows[-1]["step"] > row["step"]:
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
     for i in range(len(rows) - 1, -1, -1):
         if rows[i]["step"] != row["step"]:
             break
         if rows[i]["split"] == row["split"]:
-            return rows[:i] + rows[i + 1 :]
-    return rows
+            del rows[i]
+            break
 
 
-def _json_object(path: Path, problems: list[str]) -> dict[str, Any]:
+def _result(path: Path, problems: list[str]) -> dict[str, Any]:
+    content = _object(path, json.loads, problems)
+    for name in _NUMBERS & content.keys():
+        value = content[name]
+        content[name] = _drawable(value) if _is_number(value) else None
+        if value is not None and content[name] is None:
+            problems.append(f"{path.name}: {name} is no number that can be shown, left out")
+    return content
+
+
+def _object(path: Path, parse: Callable[[str], Any], problems: list[str]) -> dict[str, Any]:
+    """The mapping that a file holds; an empty one, and a problem, where it holds none."""
     try:
-        content = json.loads(_text(path) or "{}")
-    except ValueError as error:
-        content = error
-    return _object(content, path, problems)
+        content = parse(_text(path, problems) or "{}")
+        if not isinstance(content, dict):
+            raise ValueError("it holds no mapping")
+        _check_extent(content)
+    except (ValueError, RecursionError) as error:
+        why = str(error) if str(error).startswith("it ") else "it holds no mapping"
+        problems.append(f"{path.name} cannot be read: {why}")
+        return {}
+    return content
 
 
-def _yaml_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
-    try:
-        content = yaml.load(_text(path) or "{}", Loader=loader)
-    except yaml.YAMLError as error:
-        content = error
-    return _object(content, path, problems)
+def _check_extent(content: Any) -> None:
+    """Refuses what would exhaust whoever walks over it or writes it out as text."""
+    level = [content]
+    for _ in range(DEEPEST):
+        found: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                found += value.values()
+            elif isinstance(value, list | tuple):
+                found += value
+            elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise ValueError("it holds a number of thousands of digits")
+        level = found
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
 
 
-def _object(content: Any, path: Path, problems: list[str]) -> dict[str, Any]:
-    if isinstance(content, dict):
-        return content
-    problems.append(f"{path.name} cannot be read: it holds no mapping")
-    return {}
-
-
-def _text(path: Path) -> str:
+def _text(path: Path, problems: list[str]) -> str:
     """What a file holds; nothing when there is none."""
+    kind = not_plain(path)
+    if kind is not None:
+        problems.append(f"{path.name} is {kind}")
+        return ""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -236,5 +296,8 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def _finite(value: Any) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
+def _drawable(value: float | None) -> float | None:
+    """``value`` where an axis can hold it; next to 0 is 0, whose logarithm nobody takes."""
+    if value is None or not abs(value) <= _LARGEST:
+        return None
+    return value if abs(value) >= 1 / _LARGEST else 0

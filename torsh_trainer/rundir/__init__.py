@@ -20,7 +20,9 @@ import yaml
 
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.files import disk_error, set_aside, strict_json, write_file
+from torsh_trainer.masking import masked, masked_override, masked_text
 from torsh_trainer.rundir.logs import setup_logging
+from torsh_trainer.rundir.output import outliving_stdout
 from torsh_trainer.rundir.provenance import gather_provenance
 from torsh_trainer.world import World
 
@@ -97,12 +99,12 @@ class RunDir:
         return self.path / "checkpoints"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Writes the resolved configuration as config.yaml.
+        """Writes the resolved configuration as config.yaml; secrets are masked.
 
         Raises:
             ResourceError: the disk refused.
         """
-        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(masked(_plain(config)), sort_keys=False, allow_unicode=True)
         self._write("config.yaml", text)
 
     def start_provenance(
@@ -123,7 +125,11 @@ class RunDir:
 
         def write() -> None:
             facts = gather_provenance(
-                command=command, threads=threads, devices=devices, folder=folder, now=now
+                command=[masked_override(word) for word in command],
+                threads=threads,
+                devices=devices,
+                folder=folder,
+                now=now,
             )
             try:
                 self._write("provenance.json", strict_json(facts))
@@ -137,12 +143,12 @@ class RunDir:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Writes result.json: ``RESULT_KEYS``, then whatever else ``result`` holds.
 
-        NaN and infinities become null.
+        NaN and infinities become null, secrets are masked.
 
         Raises:
             ResourceError: the disk refused.
         """
-        content = {**dict.fromkeys(RESULT_KEYS), **result}
+        content = masked({**dict.fromkeys(RESULT_KEYS), **result}, text=masked_text)
         self._write("result.json", strict_json(content))
 
     def write_error(self, error: BaseException, result: Mapping[str, Any] | None = None) -> None:
@@ -155,10 +161,11 @@ class RunDir:
 
     @contextlib.contextmanager
     def logging(self, world: World, level: str) -> Iterator[None]:
-        """Within the block, this rank logs as ``setup_logging`` says."""
+        """Within the block, this rank logs as ``setup_logging`` says, and outlives its stdout."""
         close = setup_logging(self.path, world, level)
         try:
-            yield
+            with outliving_stdout():
+                yield
         finally:
             close()
 

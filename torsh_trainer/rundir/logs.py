@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.files import disk_error
+from torsh_trainer.masking import masked_text
 from torsh_trainer.world import World
 
 LEVELS = ("debug", "info", "warning", "error")
@@ -61,6 +62,11 @@ def _number(level: str) -> int:
     return int(getattr(logging, level.upper()))
 
 
+class _Masked(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return masked_text(super().format(record))
+
+
 def _formatter(world: World) -> logging.Formatter:
     rank = f" [rank {world.rank}]" if world.is_distributed else ""
-    return logging.Formatter(f"%(asctime)s{rank} %(levelname)s %(name)s: %(message)s")
+    return _Masked(f"%(asctime)s{rank} %(levelname)s %(name)s: %(message)s")
