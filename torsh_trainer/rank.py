@@ -551,7 +551,11 @@ class Rank:
             flops_per_sample=flops,
             peak_flops=None if peak is None else peak * self.world.size,
             threads=torch.get_num_threads(),
-            model_summary=summarise(self.engine.model) if first and self.world.is_main else "",
+            model_summary=(
+                summarise(self.engine.model, layout=self.engine.layout())
+                if first and self.world.is_main
+                else ""
+            ),
             config=masked(trainer.config),
             total_steps=self.total_steps,
             max_time_s=trainer.max_time_s,

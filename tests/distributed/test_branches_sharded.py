@@ -74,7 +74,7 @@ def impatient() -> Iterator[RankPool]:
 @pytest.mark.parametrize("widths", [(WIDTH, WIDTH), (WIDTH, 3 * WIDTH)], ids=["same", "other"])
 @pytest.mark.parametrize(
     "strategy",
-    [FSDP(), FSDP(wrap_modules=("Linear",)), FSDP(wrap_modules=("Embedding",))],
+    [FSDP(wrap_min_bytes=0), FSDP(wrap_modules=("Linear",)), FSDP(wrap_modules=("Embedding",))],
     ids=["branches", "layers", "root"],
 )
 def test_processes_that_branch_apart_say_so_on_every_rank(
@@ -91,7 +91,7 @@ def test_processes_that_branch_apart_say_so_on_every_rank(
 def one_leaves(comm: Communicator, differs_at: int) -> tuple[int, str]:
     """As ``words``, where rank 0 goes on alone until its collective gives it up."""
     try:
-        return words(comm, FSDP(), (WIDTH, WIDTH), differs_at)
+        return words(comm, FSDP(wrap_min_bytes=0), (WIDTH, WIDTH), differs_at)
     except RuntimeError as error:
         return -1, str(error)
 
@@ -109,7 +109,9 @@ def alternating(comm: Communicator) -> dict[str, Tensor]:
     """Every rank takes the other branch in every other step."""
     step = 0
     scenario = Scenario(data=TinyData(steps=5, accumulate=2))
-    driver = Driver(comm, FSDP(), scenario, task=BranchingTask((WIDTH, WIDTH), lambda: step % 2))
+    driver = Driver(
+        comm, FSDP(wrap_min_bytes=0), scenario, task=BranchingTask((WIDTH, WIDTH), lambda: step % 2)
+    )
     outcome = Outcome()
     for step in range(5):
         driver.step(step, outcome)

@@ -10,10 +10,22 @@ class TestFSDP(StrategyContract):
     for_branches = FSDP(find_unused_parameters=True)
 
 
-class TestFSDPWithoutReshard(StrategyContract):
-    strategy = FSDP(reshard_after_forward=False, prefetch_depth=1)
+class TestFSDPOfBlocks(StrategyContract):
+    strategy = FSDP(wrap_min_bytes=0)
+    world_sizes = (2, 4)
+    for_branches = FSDP(wrap_min_bytes=0, find_unused_parameters=True)
+
+
+class TestFSDPOfPairs(StrategyContract):
+    strategy = FSDP(wrap_min_bytes=700)
     world_sizes = (2,)
-    for_branches = FSDP(prefetch_depth=1, find_unused_parameters=True)
+    for_branches = FSDP(wrap_min_bytes=700, find_unused_parameters=True)
+
+
+class TestFSDPWithoutReshard(StrategyContract):
+    strategy = FSDP(reshard_after_forward=False, prefetch_depth=1, wrap_min_bytes=0)
+    world_sizes = (2,)
+    for_branches = FSDP(prefetch_depth=1, wrap_min_bytes=0, find_unused_parameters=True)
 
 
 class TestFSDPThatReducesEveryMicroBatch(StrategyContract):

@@ -117,7 +117,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Leg:
 
 @pytest.mark.parametrize(
     "strategy",
-    [DDP(bucket_cap_mb=SMALL), DDP(overlap=False), Gloo(bucket_cap_mb=SMALL), FSDP()],
+    [
+        DDP(bucket_cap_mb=SMALL),
+        DDP(overlap=False),
+        Gloo(bucket_cap_mb=SMALL),
+        FSDP(wrap_min_bytes=0),
+    ],
     ids=["ddp", "ddp, after backward", "gloo", "fsdp"],
 )
 def test_two_ranks_do_what_one_does_and_so_they_do_after_interruptions(
@@ -145,7 +150,7 @@ def test_two_ranks_do_what_one_does_and_so_they_do_after_interruptions(
         (DDP(bucket_cap_mb=SMALL), {"compression": TOPK}),
         (Gloo(bucket_cap_mb=SMALL), {"compression": TOPK}),
         (DDP(), {"precision": dataclasses.replace(LOW, reduce="bf16")}),
-        (FSDP(), {"precision": LOW}),
+        (FSDP(wrap_min_bytes=0), {"precision": LOW}),
     ],
     ids=["ddp, topk", "gloo, topk", "ddp, bf16", "fsdp, bf16"],
 )

@@ -38,7 +38,7 @@ WHOLE: list[Strategy] = [
     Gloo(overlap=False, zero1=True),
 ]
 SHARDED: list[Strategy] = [
-    FSDP(),
+    FSDP(wrap_min_bytes=0),
     FSDP(reduce_every_micro_batch=True),
     FSDP(reshard_after_forward=False),
     FSDP(find_unused_parameters=True),

@@ -256,7 +256,7 @@ def test_what_fsdp_cannot_cut_trains_elsewhere(strategy: Strategy, kind: str) ->
 
 UNCUT = ["scalar", "empty", "complex", "bf16"]
 SHARDED: list[Strategy] = [
-    FSDP(),
+    FSDP(wrap_min_bytes=0),
     FSDP(reshard_after_forward=False, reduce_every_micro_batch=True),
     FSDP(find_unused_parameters=True, wrap_modules=("Linear",)),
     FSDP(shard_size=1),

@@ -171,7 +171,19 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
     assert not any(map(alive, pids))
 
 
-@pytest.mark.parametrize("entry", [SLEEP, SAVE], ids=["plain", "with handlers"])
+# A call of C that keeps the interpreter: no thread of the worker has its turn, no handler runs.
+STUCK = """
+def entry(world):
+    import ctypes
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    announce(world)
+    ctypes.PyDLL(None).sleep(3600)
+"""
+
+
+@pytest.mark.parametrize(
+    "entry", [SLEEP, SAVE, DEAF, STUCK], ids=["plain", "with handlers", "deaf", "stuck"]
+)
 def test_workers_end_when_their_parent_is_killed(entry, tmp_path):
     parent = Parent(tmp_path, entry)
     pids = parent.pids()
@@ -179,6 +191,40 @@ def test_workers_end_when_their_parent_is_killed(entry, tmp_path):
     parent.end()
     while any(map(alive, pids)):
         time.sleep(0.02)
+
+
+def test_what_a_worker_has_started_ends_with_it_when_the_parent_is_killed(tmp_path):
+    child = """
+def entry(world):
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    child = subprocess.Popen(["sleep", "3600"])
+    (folder / f"child-{world.rank}").write_text(str(child.pid))
+    announce(world)
+    child.wait()
+"""
+    parent = Parent(tmp_path, "import subprocess\n" + child)
+    pids = parent.pids()
+    pids += [int((tmp_path / f"child-{rank}").read_text()) for rank in range(2)]
+    parent.process.kill()
+    parent.end()
+    while any(map(alive, pids)):
+        time.sleep(0.02)
+
+
+def test_no_guard_stays_when_a_worker_has_ended(tmp_path):
+    entry = """
+def entry(world):
+    tasks = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    (folder / f"half-{world.rank}").write_text(" ".join([str(os.getpid()), *tasks]))
+    (folder / f"half-{world.rank}").rename(folder / f"pids-{world.rank}")
+"""
+    parent = Parent(tmp_path, entry)
+    assert parent.end()[1] == 0
+    for rank in range(2):
+        pids = [int(pid) for pid in (tmp_path / f"pids-{rank}").read_text().split()]
+        assert len(pids) == 2
+        while any(map(alive, pids)):
+            time.sleep(0.02)
 
 
 def test_slurms_warning_reaches_the_workers(tmp_path):

@@ -96,7 +96,7 @@ KINDS = [
         DDP(find_unused_parameters=True),
         DDP(find_unused_parameters=True, overlap=False),
         Gloo(find_unused_parameters=True),
-        FSDP(),
+        FSDP(wrap_min_bytes=0),
         FSDP(find_unused_parameters=True),
     ],
     ids=str,

@@ -49,7 +49,7 @@ def train(comm: Communicator, strategy: Strategy, scenario: Scenario, task: Tiny
         DDP(overlap=False),
         DDP(zero1=True),
         Gloo(),
-        FSDP(),
+        FSDP(wrap_min_bytes=0),
     ],
     ids=str,
 )

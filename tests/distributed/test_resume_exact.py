@@ -53,7 +53,7 @@ STRATEGIES: dict[str, Strategy] = {
     "zero1": DDP(bucket_cap_mb=SMALL, zero1=True),
     "flat": DDP(bucket_cap_mb=SMALL, overlap=False),
     "own-gradients": DDP(bucket_cap_mb=SMALL, gradient_as_bucket_view=False),
-    "fsdp": FSDP(),
+    "fsdp": FSDP(wrap_min_bytes=0),
     "no-reshard": FSDP(reshard_after_forward=False),
     "offload": FSDP(cpu_offload=True),
 }

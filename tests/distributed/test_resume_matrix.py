@@ -220,7 +220,7 @@ def strategies(size: int) -> dict[str, Strategy]:
         "ddp": DDP(bucket_cap_mb=0.0002),
         "zero1": DDP(bucket_cap_mb=0.0002, zero1=True),
         "fsdp": FSDP(),
-        "no-reshard": FSDP(reshard_after_forward=False),
+        "no-reshard": FSDP(reshard_after_forward=False, wrap_min_bytes=0),
     }
     if size == 1:
         return {"single": Single(), **found}

@@ -35,11 +35,12 @@ class _Line:
         )
 
 
-def summarise(model: nn.Module, *, depth: int = 2) -> str:
+def summarise(model: nn.Module, *, depth: int = 2, layout: str = "") -> str:
     """The modules of ``model`` down to ``depth`` levels, with parameters, share that trains, dtype.
 
     Neighbours of the same shape (the blocks of a transformer) share one line. A parameter that
-    several modules share counts once in each of them and once in the total. Plain text, ASCII.
+    several modules share counts once in each of them and once in the total. ``layout`` is the last
+    line: how the model is cut over processes. Plain text, ASCII.
     """
     header = ("module", "type", "parameters", "trainable", "dtype")
     root = _Line(type(model).__name__, "", model)
@@ -50,7 +51,7 @@ def summarise(model: nn.Module, *, depth: int = 2) -> str:
         f"{trains:>{widths[3]}}  {dtype}".rstrip()
         for name, kind, size, trains, dtype in rows
     ]
-    return "\n".join([*text, _total(model)])
+    return "\n".join([*text, _total(model), *([layout] if layout else [])])
 
 
 def _lines(module: nn.Module, depth: int, indent: str) -> Iterator[_Line]:

@@ -1,20 +1,18 @@
 """Inside a worker process: what it is handed, what it does, how it ends.
 
 It takes the entry from its parent, calls it, and tells how it went. It never outlives its parent:
-the leash is a pipe that only the parent can write to, so that its end of file means that the
-parent is gone, however it died.
+see ``guard``.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import mmap
 import os
 import pickle
-import select
 import signal
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,15 +20,11 @@ from typing import NamedTuple
 import cloudpickle
 
 from torsh_trainer.importing import collector_at_rest
+from torsh_trainer.launchers import guard
 from torsh_trainer.launchers.failures import failure_of
 from torsh_trainer.launchers.messages import Sender
 from torsh_trainer.signals import ends_with_its_run
 from torsh_trainer.world import World
-
-ORPHAN_GRACE_S = 5.0
-"""How long a worker whose parent is gone may take to stop by itself."""
-
-_POLL_MS = 1000
 
 
 class Handles(NamedTuple):
@@ -89,7 +83,8 @@ def main(words: list[str]) -> int:
     ends_with_its_run()
     for fd in (handles.payload, handles.status, handles.leash, handles.stack):
         os.set_inheritable(fd, False)
-    _watch_parent(handles)
+    guarding = guard.start(parent_pid=handles.parent_pid, leash=handles.leash)
+    atexit.register(guarding.close)  # the first, so that it is the last: an end may hang as well
     faulthandler.enable(file=handles.stack)
     faulthandler.register(signal.SIGUSR2, file=handles.stack, all_threads=False)
     _sender = Sender(handles.status)
@@ -142,22 +137,3 @@ def _settle_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def _watch_parent(handles: Handles) -> None:
-    threading.Thread(
-        target=_follow_parent, args=(handles.leash, handles.parent_pid), name="leash", daemon=True
-    ).start()
-
-
-def _follow_parent(leash: int, parent_pid: int) -> None:
-    """Ends this process, and what it started, soon after its parent."""
-    poll = select.poll()
-    poll.register(leash, select.POLLIN | select.POLLHUP)
-    # The parent's number changes when it dies: some other process may hold the leash's far end.
-    while not poll.poll(_POLL_MS) and os.getppid() == parent_pid:
-        pass
-    if callable(signal.getsignal(signal.SIGTERM)):  # the entry can stop in good order
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ORPHAN_GRACE_S)
-    os.killpg(os.getpgrp(), signal.SIGKILL)

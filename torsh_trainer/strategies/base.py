@@ -351,6 +351,10 @@ class Engine(abc.ABC):
         """
         return ()
 
+    def layout(self) -> str:
+        """How the model is cut over processes, in one line; empty where it is whole on each."""
+        return ""
+
     def traffic(self) -> Traffic | None:
         """Bytes of gradients on this rank's wire so far; None where the engine does not count."""
         return None

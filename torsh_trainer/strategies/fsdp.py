@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.scatter import CompressedScatter
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.strategies import modules
+from torsh_trainer.strategies import modules, sharding
 from torsh_trainer.strategies.base import (
     Clip,
     Engine,
@@ -26,6 +26,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.compressing import compressing
+from torsh_trainer.strategies.merging import Unit, merge_small, units_in_words
 from torsh_trainer.strategies.native import (
     DTYPES,
     NativeEngine,
@@ -52,7 +53,9 @@ class FSDP(Strategy):
 
     ``wrap_modules`` are the class names that become units of sharding; empty takes the repeated
     blocks. ``wrap_min_parameters`` instead makes a unit of every module with at least that many
-    parameters of its own subtree (largest first). ``reshard_after_forward`` frees gathered
+    parameters of its own subtree (largest first). Repeated blocks that nobody named are put
+    together with their neighbours until a unit has ``wrap_min_bytes``; 0 leaves each alone.
+    ``reshard_after_forward`` frees gathered
     parameters after forward (true: ZeRO-3, false: ZeRO-2). ``shard_size`` shards within groups of
     that many consecutive ranks and replicates over them (hybrid); null is all ranks.
     ``reduce_every_micro_batch`` keeps gradients sharded while accumulating: less memory, more
@@ -67,6 +70,7 @@ class FSDP(Strategy):
     name: ClassVar[str] = "fsdp"
     wrap_modules: tuple[str, ...] = ()
     wrap_min_parameters: int | None = None
+    wrap_min_bytes: int = 8 * 2**20
     reshard_after_forward: bool = True
     shard_size: int | None = None
     reduce_every_micro_batch: bool = False
@@ -87,6 +91,11 @@ class FSDP(Strategy):
                 raise ConfigError(
                     f"strategy.{name}={value} is below 1", fix="give null to leave it"
                 )
+        if self.wrap_min_bytes < 0:
+            raise ConfigError(
+                f"strategy.wrap_min_bytes={self.wrap_min_bytes} is below 0",
+                fix="give 0 to make every block a unit",
+            )
 
     def mesh(self, world: World) -> Mesh:
         return Mesh.data_parallel(world, shard=self.shard_size or world.size)
@@ -104,7 +113,7 @@ class FSDP(Strategy):
                 use="set strategy.reduce_every_micro_batch=true, or precision.gradients=fp32",
             )
         scatter = None if knobs is None else CompressedScatter(knobs, comm, seed=job.seed)
-        mesh = _device_mesh(self.mesh(comm.world), comm)
+        mesh = sharding.device_mesh(self.mesh(comm.world), comm)
         model = modules.build(job, comm, device=torch.device("cpu") if self.cpu_offload else None)
         modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -117,18 +126,32 @@ class FSDP(Strategy):
         roots = self._roots(model) if job.manual else [model]
         uncut = self._uncut(model, [*units, *roots], job, comm)
         hooks = hooks_of(model, uncut.values(), job, self)
-        units = [u for u in units if u not in roots and any(p not in uncut for p in u.parameters())]
-        self._shard(roots, units, job, mesh, set(uncut.values()))
+        whole = set(uncut.values())
+        units = [u for u in units if u not in roots and any(p not in whole for p in u.parameters())]
+        parts, wider = self._merged(units, roots, job, whole)
+        layout = units_in_words(parts, wider)
+        sharding.shard(
+            wider,
+            parts,
+            job,
+            mesh=mesh,
+            uncut=whole,
+            cpu_offload=self.cpu_offload,
+            reshard_after_forward=self.reshard_after_forward and not self.find_unused_parameters,
+            prefetch_depth=self.prefetch_depth,
+            refuse=self.refuse,
+        )
         return FSDPEngine(
             self,
             job,
             comm,
             model=model,
             roots=roots,
-            shard_group=_shard_group(mesh),
+            shard_group=sharding.shard_group(mesh),
             uncut=uncut,
             hooks=hooks,
             scatter=scatter,
+            layout=layout,
         )
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
@@ -139,6 +162,25 @@ class FSDP(Strategy):
         else:
             units = modules.by_size(model, self.wrap_min_parameters)
         return [unit for unit in units if not modules.shares_parameters(model, unit)]
+
+    def _merged(
+        self,
+        units: Sequence[nn.Module],
+        roots: Sequence[nn.Module],
+        job: Job,
+        uncut: set[nn.Parameter],
+    ) -> tuple[list[Unit], list[Unit]]:
+        """What is sharded as one, inner units and roots."""
+        own = parameters_by_unit([*units, *roots])
+        blocks, outer = (
+            [Unit((m,), tuple(p for p in own[m] if p not in uncut)) for m in modules]
+            for modules in (units, roots)
+        )
+        if self.wrap_modules or self.wrap_min_parameters is not None:
+            return blocks, outer
+        # FSDP2 casts what comes into a unit's modules: those of the root's own go without.
+        into_roots = job.precision.params == "fp32"
+        return merge_small(blocks, outer, least=self.wrap_min_bytes, into_roots=into_roots)
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         """For a task that steps within a forward of ``model``: the modules that it calls there.
@@ -188,70 +230,6 @@ class FSDP(Strategy):
         tell_uncut(names, uncut)
         return {names[p]: p for p in uncut}
 
-    def _shard(
-        self,
-        roots: Sequence[nn.Module],
-        units: Sequence[nn.Module],
-        job: Job,
-        mesh: Any,
-        uncut: set[nn.Parameter],
-    ) -> None:
-        # Imported here: torch.distributed.fsdp costs every other strategy's start-up.
-        from torch.distributed.fsdp import (
-            CPUOffloadPolicy,
-            FSDPModule,
-            MixedPrecisionPolicy,
-            OffloadPolicy,
-            fully_shard,
-        )
-
-        low = DTYPES[job.precision.params]
-        param_dtype = None if low == torch.float32 else low
-        output_dtype = None if param_dtype is None else torch.float32
-        own = parameters_by_unit([*units, *roots])
-
-        def policy(unit: nn.Module, output: torch.dtype | None = None) -> MixedPrecisionPolicy:
-            wide = job.precision.reduce == "fp32" and any(
-                p.dtype == torch.float64 for p in own[unit] if p.requires_grad and p not in uncut
-            )
-            return MixedPrecisionPolicy(
-                param_dtype=param_dtype,
-                reduce_dtype=torch.float64 if wide else DTYPES[job.precision.reduce],
-                output_dtype=output,
-            )
-
-        # Pinned memory exists only beside an accelerator; FSDP2's default raises on a CPU.
-        offload: Any = (
-            CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-            if self.cpu_offload
-            else OffloadPolicy()
-        )
-        common: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": self.reshard_after_forward and not self.find_unused_parameters,
-            "offload_policy": offload,
-            "ignored_params": uncut,
-        }
-        for part, policies in [
-            *((unit, policy(unit)) for unit in units),
-            *((root, policy(root, output_dtype)) for root in roots),
-        ]:
-            try:
-                fully_shard(part, mp_policy=policies, **common)
-            except TypeError as error:
-                if "object layout differs" not in str(error):
-                    raise
-                raise self.refuse(
-                    f"the class {type(part).__name__}, which FSDP2 cannot put another class upon",
-                    use="let it inherit from its module first: class Net(nn.Module, Generic[T])",
-                ) from error
-        if self.prefetch_depth is not None:
-            chain = [cast(FSDPModule, unit) for unit in units]
-            for i, link in enumerate(chain):
-                link.set_modules_to_forward_prefetch(chain[i + 1 : i + 1 + self.prefetch_depth])
-                before = chain[max(0, i - self.prefetch_depth) : i]
-                link.set_modules_to_backward_prefetch(before[::-1] or [link])
-
 
 class FSDPEngine(NativeEngine):
     """The engine of ``fsdp``: the model itself carries FSDP2's hooks."""
@@ -271,6 +249,7 @@ class FSDPEngine(NativeEngine):
         uncut: Mapping[str, nn.Parameter],
         hooks: Hooks,
         scatter: CompressedScatter | None = None,
+        layout: str = "",
     ) -> None:
         reduced_in = DTYPES[job.precision.reduce]
         self._uncut = Uncut(uncut, comm, lambda held: summed_in(held, reduced_in))
@@ -286,6 +265,7 @@ class FSDPEngine(NativeEngine):
             compression=scatter,
         )
         self._knobs = knobs
+        self._layout = layout
         self._roots: list[Any] = list(roots)
         self._units = units_of(model)
         self._parts = self._all_parts()
@@ -305,6 +285,9 @@ class FSDPEngine(NativeEngine):
             hook_hidden_outputs(root)
             # Whoever comes first would be the root: a unit that a hook calls before any step.
             root._get_fsdp_state()._lazy_init()
+
+    def layout(self) -> str:
+        return self._layout
 
     def _checked(self, optimizer: Optimizer) -> Optimizer:
         refuse_unsharded(optimizer, self.comm)
@@ -480,20 +463,3 @@ class FSDPEngine(NativeEngine):
             uncut = [g for g, whole in zip(gradients, self._whole, strict=True) if whole]
             square = square + local_norm(uncut, self.comm.device).square()
         return square.sqrt()
-
-
-def _device_mesh(mesh: Mesh, comm: Communicator) -> Any:
-    """A 1-D mesh over all ranks, or replicate x shard for hybrid sharding."""
-    # Imported here for the same reason as fully_shard.
-    from torch.distributed.device_mesh import init_device_mesh
-
-    kind = comm.device.type
-    if mesh.replicate == 1:
-        return init_device_mesh(kind, (mesh.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        kind, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard")
-    )
-
-
-def _shard_group(mesh: Any) -> Any:
-    return mesh.get_group("shard")

@@ -11,7 +11,7 @@ import enum
 import functools
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,32 @@ _VALUES = (
 
 def hook_hidden_outputs(root: nn.Module) -> None:
     """Has FSDP2 know the tensors within objects too, in every unit of ``root``."""
+    hooked = set()
     for name, module in root.named_modules():
         if hasattr(module, "_get_fsdp_state"):
-            _hook(module, name or type(module).__mro__[2].__name__)
+            state = cast(Any, module)._get_fsdp_state()
+            if state not in hooked:
+                _hook(state, name or type(module).__mro__[2].__name__)
+                hooked.add(state)
+            if len(state._modules) > 1:
+                _hook_each(module, state)
 
 
-def _hook(module: Any, name: str) -> None:
-    state = module._get_fsdp_state()
+def _hook_each(module: nn.Module, state: Any) -> None:
+    """Has a backward that comes to ``module``, one of several of a unit, gather the unit.
+
+    FSDP2 waits for the output of the module that ran last, which a loss may leave out.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def register(module: nn.Module, args: Any, output: Any) -> Any:
+        recomputes = state._training_state.name == "PRE_BACKWARD"
+        return output if recomputes else state._register_pre_backward_hook(output)
+
+    module.register_forward_hook(register)
+
+
+def _hook(state: Any, name: str) -> None:
     register = state._register_pre_backward_hook
 
     def registered(output: Any) -> Any:

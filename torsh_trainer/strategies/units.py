@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,8 @@ FIX = "set strategy.find_unused_parameters=true, or have every process run the s
 
 
 def units_of(root: Any) -> list[Any]:
-    """FSDP2's groups of parameters below ``root``, in the order of its modules."""
-    return [
-        unit
-        for module in root.modules()
-        if hasattr(module, "_get_fsdp_state")
-        for unit in module._get_fsdp_state()._fsdp_param_groups
-    ]
+    """FSDP2's groups of parameters below ``root``, in the order of their first modules."""
+    return [unit for _, unit in _named_units(root)]
 
 
 class WholePass:
@@ -176,11 +171,13 @@ def _words(what: tuple[Any, ...], unit: Any) -> str:
     return f"has gradients of {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 
-def _named_units(root: Any) -> Iterator[tuple[str, Any]]:
+def _named_units(root: Any) -> list[tuple[str, Any]]:
+    names: dict[Any, list[str]] = {}
     for name, module in root.named_modules():
         if hasattr(module, "_get_fsdp_state"):
             for unit in module._get_fsdp_state()._fsdp_param_groups:
-                yield name or type(module).__mro__[2].__name__, unit
+                names.setdefault(unit, []).append(name or type(module).__mro__[2].__name__)
+    return [("..".join([each[0], *each[1:][-1:]]), unit) for unit, each in names.items()]
 
 
 class _Guarded:

@@ -28,9 +28,9 @@ def refuse_second_order(root: nn.Module) -> None:
     Raises:
         Unsupported: from within the first such backward.
     """
-    for module in root.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            _refuse_in(cast(Any, module)._get_fsdp_state())
+    cut = (cast(Any, m) for m in root.modules() if hasattr(m, "_get_fsdp_state"))
+    for state in dict.fromkeys(module._get_fsdp_state() for module in cut):
+        _refuse_in(state)
 
 
 def _refuse_in(state: Any) -> None:

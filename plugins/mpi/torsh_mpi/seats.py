@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from torsh_mpi.agent import DESCRIPTOR
+from torsh_mpi.folders import Folder, remove_orphans
+from torsh_mpi.loopback import confine
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.launchers import hardware
 from torsh_trainer.launchers.job import Seat
@@ -38,6 +40,8 @@ log = logging.getLogger(__name__)
 _START_S = 60.0
 _END_S = 5.0
 _POLL_S = 0.05
+_SHARED_MEMORY = Path("/dev/shm")
+"""Where Open MPI has the memory that processes of one host share; absent outside of Linux."""
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 TOLERANT = "OMPI_MCA_mpi_ft_enable"
 """Open MPI's switch for ULFM, with which a thread can break off what another waits for."""
@@ -98,7 +102,7 @@ class Seats:
     """``count`` places on this host, held for as long as this object is open."""
 
     def __init__(self, count: int, *, mpirun: Mpirun, env: Mapping[str, str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="torsh-mpi-")
+        self._folders = [Folder(parent) for parent in _parents()]
         self._output: IO[bytes] = tempfile.TemporaryFile(prefix="torsh-mpi-")  # noqa: SIM115
         self._ends: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -123,7 +127,9 @@ class Seats:
                 self._process.kill()
                 self._process.wait()
         self._output.close()
-        self._folder.cleanup()
+        for folder in self._folders:
+            folder.close()
+        self._folders = []
 
     def __enter__(self) -> Sequence[Seat]:
         return self.seats
@@ -132,7 +138,7 @@ class Seats:
         self.close()
 
     def _taken(self, count: int, mpirun: Mpirun, env: Mapping[str, str]) -> tuple[Seat, ...]:
-        path = str(Path(self._folder.name, "seats"))
+        path = str(self._folders[0].path / "seats")
         agent = str(Path(__file__).with_name("agent.py"))
         command = [*mpirun.command(count, env=env), sys.executable, "-I", "-S", agent, path]
         with socket.socket(socket.AF_UNIX) as listener:
@@ -141,15 +147,24 @@ class Seats:
             listener.settimeout(_POLL_S)
             self._process = subprocess.Popen(
                 command,
-                env=dict(env),
+                env={**self._settings(), **env},
+                pass_fds=[folder.descriptor for folder in self._folders],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
                 start_new_session=True,  # Ctrl-C is for whoever holds the seats
             )
             told = [self._next(listener, command, number, count) for number in range(count)]
+        confine(self._process.pid)
         by_rank = sorted(told, key=lambda pair: _rank(pair[0]["env"]))
         return tuple(_seat(facts, number, count, env) for facts, number in by_rank)
+
+    def _settings(self) -> dict[str, str]:
+        """Open MPI's own: all that it leaves lies in our folders; no ports on a single host."""
+        settings = {"OMPI_MCA_btl": "^tcp", "PRTE_MCA_prte_tmpdir_base": str(self._folders[0].path)}
+        if len(self._folders) > 1:
+            settings["OMPI_MCA_btl_sm_backing_directory"] = str(self._folders[1].path)
+        return settings
 
     def _next(
         self, listener: socket.socket, command: Sequence[str], number: int, count: int
@@ -189,6 +204,17 @@ class Seats:
         if "slots" in words:
             fix = "it counts cores as slots: drop what launcher.mpirun_arguments says about hosts"
         return ResourceError(f"mpirun refused: {words}", fix=fix)
+
+
+def _parents() -> list[Path]:
+    """Where folders are made, after those of jobs that were killed have gone."""
+    parents = [Path(tempfile.gettempdir())]
+    if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        parents.append(_SHARED_MEMORY)
+    for parent in parents:
+        for path in remove_orphans(parent):
+            log.info("%s was of a job that was killed, and is removed", path)
+    return parents
 
 
 _held: list[Seats] = []

@@ -148,6 +148,7 @@ def _unused(native: Native, key: str, value: Any) -> Outcome:
 TABLE.fixed(
     "performance-only",
     "FSDP2 and the script choose when to gather and to reduce",
+    "strategy.wrap_min_bytes",
     "strategy.prefetch_depth",
     "strategy.reduce_every_micro_batch",
     "trainer.checkpoint_modules",

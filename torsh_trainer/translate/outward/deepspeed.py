@@ -289,6 +289,7 @@ TABLE.fixed(
     "strategy.broadcast_buffers",
     "strategy.wrap_modules",
     "strategy.wrap_min_parameters",
+    "strategy.wrap_min_bytes",
     "strategy.prefetch_depth",
     "strategy.memory_fraction",
 )

@@ -126,6 +126,7 @@ TABLE.fixed(
     "torchtitan wraps block by block, and chooses when to gather and to reduce",
     "strategy.wrap_modules",
     "strategy.wrap_min_parameters",
+    "strategy.wrap_min_bytes",
     "strategy.prefetch_depth",
     "strategy.reduce_every_micro_batch",
     "strategy.bucket_cap_mb",
