@@ -1,4 +1,4 @@
-"""Classes of one's own, named with `_target_`: on the command line, in a recipe, in an option file."""
+"""Classes of one's own, named with `_target_`: on the command line, in a recipe, in a file."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ KNOBS = (
     ("data.batch_size=256", "samples a step, over all processes"),
     ("optimizer.lr=3e-3", "the learning rate"),
     ("precision=bf16_mixed", "how numbers are held"),
-    ("checkpoint.every_steps=500", "save on the way; checkpoint.resume=auto|never|PATH"),
+    ("checkpoint.every_steps=500", "save on the way; checkpoint.resume=auto|best|never|PATH"),
     ("hydra.run.dir=runs/mine", "where the run goes; the same again goes on from its checkpoints"),
     ("strategy=my/ddp.yaml", "a file of your own, for any group; +recipe=my/recipe.yaml too"),
     ("debug=true", "a failure shows its traceback"),
