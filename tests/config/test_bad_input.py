@@ -44,7 +44,10 @@ BAD = [
     (["--max-steps", "3"], ["unknown flag --max-steps", "a knob is no flag"]),
     (["--trainer.max_steps=3"], ["has no dashes: write trainer.max_steps=3"]),
     (["--cfg", "jobb"], ["invalid choice", "job"]),
-    (["--config-path", "conf"], ["--config-path is not offered"]),
+    (
+        ["--config-path", "conf"],
+        ["--config-path is Hydra's", "write python -m torsh_trainer --config-dir conf"],
+    ),
     # values
     ([QUICK, "trainer.max_steps=abc"], ["trainer.max_steps: expected a whole number or null"]),
     ([QUICK, "trainer.max_steps=1.5"], ["trainer.max_steps: expected a whole number", "1.5"]),

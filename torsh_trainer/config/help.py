@@ -30,8 +30,21 @@ FLAGS = (
     ("--cfg job", "print the configuration and stop; --resolve fills in ${...}"),
     ("--cfg job --package strategy", "print a part of it"),
     ("--config-dir DIR", "a folder with groups and recipes of your own"),
+    ("--hydra-help", "what of Hydra there is: its settings, sweepers and launchers"),
     ("--info searchpath", "where configuration is read from; also defaults, plugins"),
     ("--version", "print the version"),
+)
+HYDRA = (
+    ("--cfg hydra", "print Hydra's own settings; --info all: what it composes, and from where"),
+    ("hydra.run.dir=runs/mine", "where a run goes; hydra.sweep.dir, hydra.sweep.subdir for -m"),
+    ("-m hydra/launcher=joblib", "jobs side by side (pip install hydra-joblib-launcher)"),
+    (
+        "-m hydra/launcher=submitit_slurm",
+        "jobs through Slurm (pip install hydra-submitit-launcher)",
+    ),
+    ("-m hydra/sweeper=optuna", "a search (pip install hydra-optuna-sweeper)"),
+    ("--config-dir DIR", "for --config-path; +recipe=FILE.yaml for --config-name"),
+    ("--shell-completion", "for a shell: see the pages of Hydra"),
 )
 EXIT_CODES = (
     "Exit code: 0 done, 1 disk, network or a missing library, 2 your configuration or input,\n"
@@ -54,6 +67,12 @@ def page(roots: Roots, verbs: Iterable[str]) -> str:
         EXIT_CODES,
     ]
     return "\n\n".join(sections)
+
+
+def hydra_page() -> str:
+    """What ``--hydra-help`` prints."""
+    said = "This is a Hydra application (https://hydra.cc): every knob is an override."
+    return "\n\n".join([said, _table("Of Hydra", HYDRA), _table("Flags", FLAGS)])
 
 
 def recipes_wanted(roots: Roots) -> str:
