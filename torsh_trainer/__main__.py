@@ -29,7 +29,7 @@ def _route(arguments: list[str]) -> int:
 
 def rerun(argv: Sequence[str]) -> int:
     """The verb ``rerun RUN [overrides]``."""
-    line = command_line.parse(argv)
+    line = command_line.parse(argv, verb="rerun")
     # Imported late, as Hydra is below: --help needs neither.
     from torsh_trainer.config import rerun as again
 
@@ -48,7 +48,7 @@ def verify(argv: Sequence[str]) -> int:
     """The verb ``verify +recipe=NAME strategies=[...] [overrides]``, or ``--source FILE``."""
     if any(word.partition("=")[0] == "--source" for word in argv):
         return _prove(argv)
-    line = command_line.parse(argv)
+    line = command_line.parse(argv, verb="verify")
     # Imported late, as Hydra is below: --help needs neither.
     from torsh_trainer.config import verifying
 
@@ -128,6 +128,9 @@ def worded(work: Callable[[], int], *, debug: bool) -> int:
 
 
 def _train(line: command_line.CommandLine) -> int:
+    if line.hydra_help:
+        print(help.hydra_page())
+        return 0
     roots = find_roots(line.config_dir)
     if line.help:
         print(help.page(roots, registry.verbs()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
@@ -51,7 +52,7 @@ def imported(path: str, *, option: str) -> Any:
         if error.name and (module_name + ".").startswith(error.name + "."):
             raise ConfigError(
                 f"{option}={path}: there is no module {error.name!r} here",
-                fix="install it, or correct the path",
+                fix=_where(error.name.partition(".")[0]),
                 path=path,
             ) from error
         raise ResourceError(
@@ -65,3 +66,10 @@ def imported(path: str, *, option: str) -> Any:
             f"{option}={path}: {module_name} has no {name!r}", fix=nearest(name, public), path=path
         )
     return getattr(module, name)
+
+
+def _where(package: str) -> str:
+    """What to do about a package that is not found."""
+    if Path("src", package).exists() or Path("src", f"{package}.py").exists():
+        return "it lies in src/, which counts beside a pyproject.toml; or pip install -e ."
+    return "install it, or correct the path"

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from torsh_trainer import hardware, resume
+from torsh_trainer import hardware, pretrained, resume
 from torsh_trainer.callbacks.base import MainOnly, RunInfo, asks_to_stop
 from torsh_trainer.callbacks.summary import summarise
 from torsh_trainer.checkpoint.base import Checkpointer
@@ -48,7 +48,7 @@ from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Mesh, St
 from torsh_trainer.strategies.sync_batchnorm import count_normalised
 from torsh_trainer.task import Task, parameter_count
 from torsh_trainer.trust import Trust
-from torsh_trainer.weights import freeze, load_pretrained
+from torsh_trainer.weights import freeze
 from torsh_trainer.world import World
 
 if TYPE_CHECKING:  # the trainer is what this module is called by
@@ -764,7 +764,7 @@ def _build_model(trainer: Trainer) -> nn.Module:
     torch.manual_seed(mix(trainer.seed, -1))
     model = trainer.task.build_model()
     if trainer.pretrained is not None:
-        report = load_pretrained(model, trainer.pretrained, strict=trainer.pretrained_strict)
+        report = pretrained.start_from(model, trainer.pretrained, strict=trainer.pretrained_strict)
         log.info("%s", report)
     if trainer.frozen:
         names = freeze(model, trainer.frozen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import re
@@ -23,6 +24,9 @@ NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "params")
 
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and a LightningModule put before the names of a model."""
+
+SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
+"""What files of weights are usually called."""
 
 _IN_FOLDER = (
     "model.safetensors",
@@ -120,12 +124,30 @@ def load_pretrained(
         raise type(error)(sentence, fix=error.fix, **error.facts) from error.__cause__
     stored = _under(stored, prefix, path)
     stored = _renamed(stored, rename or {}, path)
+    return load_stored(model, stored, named=str(path), strict=strict)
+
+
+def load_stored(
+    model: nn.Module,
+    stored: dict[str, Stored],
+    *,
+    named: str,
+    strict: bool,
+    extra: Mapping[str, Any] | None = None,
+) -> Report:
+    """Copies tensors by name into ``model`` as ``load_pretrained`` does; ``named`` is their place.
+
+    ``extra`` is what a state_dict holds beside tensors.
+
+    Raises:
+        ConfigError: nothing fits, or (``strict``) not everything does.
+    """
     target = _tensors(model)
     stored, stripped = _unwrapped(stored, target)
-    report = _compare(stored, target, str(path), stripped)
+    report = _compare(stored, target, named, stripped)
     _refuse(report, target, strict=strict)
     values = {name: stored[name].read() for name in report.loaded if name in stored}
-    take_values(model, values, strict=False)
+    take_values(model, {**values, **(extra or {})}, strict=False)
     return report
 
 
@@ -185,28 +207,37 @@ def open_weights(path: Path) -> dict[str, Stored]:
     if path.is_dir():
         path = _file_in(path)
     if not path.is_file():
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(
-            f"{path}: there is no such file",
-            fix=nearest(path.name, beside) if 0 < len(beside) < 20 else "correct the path",
-        )
+        raise ConfigError(f"{path}: there is no such file", fix=_beside(path))
+    try:
+        return _opened(path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        fix = "correct its permissions, or name another file"
+        raise ResourceError(f"{path} cannot be read: {reason}", fix=fix) from error
+
+
+def _opened(path: Path) -> dict[str, Stored]:
     if path.name.endswith(".index.json"):
         return _open_shards(path)
     return _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
+
+
+def _beside(path: Path) -> str:
+    """The nearest names of what could hold weights beside a file that is not there."""
+    fix = "correct the path"
+    with contextlib.suppress(OSError):
+        known = [one.name for one in path.parent.iterdir() if one.suffix in SUFFIXES]
+        offer = nearest(path.name, known)
+        fix = offer if offer.startswith("did you mean") or 0 < len(known) < 10 else fix
+    return fix
 
 
 def _file_in(folder: Path) -> Path:
     for name in _IN_FOLDER:
         if (folder / name).is_file():
             return folder / name
-    if any(folder.rglob(".metadata")):
-        raise ConfigError(
-            f"{folder} is a checkpoint of a run, not a file of weights",
-            fix=f"go on with it by checkpoint.resume={folder}, or take its weights out first: "
-            f"checkpoint export {folder} --format safetensors --output FILE",
-        )
     raise ConfigError(
-        f"{folder}: the folder has none of {', '.join(_IN_FOLDER)}",
+        f"{folder}: the folder has none of {', '.join(_IN_FOLDER)}, and no checkpoint of a run",
         fix="name the file itself",
     )
 

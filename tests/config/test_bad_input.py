@@ -28,7 +28,8 @@ BAD = [
         ["checkpoint.storage_options is empty", "+checkpoint.storage_options.endpoint_url=VALUE"],
     ),
     ([QUICK, "hydra.run.dirr=x"], ["unknown knob hydra.run.dirr", "hydra.run.dir?"]),
-    (["data.batch_size=8"], ["data.batch_size: no data is chosen", "where the task says its own"]),
+    (["model.depth=8"], ["model.depth: no model is chosen", "where the task says its own"]),
+    (["data.batch_size=8"], ["nothing says what to train"]),
     ([QUICK, "trainer.strategy=ddp"], ["strategy is a group of its own: strategy=NAME"]),
     ([QUICK, "+trainer.strategy=ddp"], ["strategy is a group of its own: strategy=NAME"]),
     ([QUICK, "recipe.max_steps=3"], ["a recipe has no knobs", "max_steps=3"]),
@@ -43,7 +44,10 @@ BAD = [
     (["--max-steps", "3"], ["unknown flag --max-steps", "a knob is no flag"]),
     (["--trainer.max_steps=3"], ["has no dashes: write trainer.max_steps=3"]),
     (["--cfg", "jobb"], ["invalid choice", "job"]),
-    (["--config-path", "conf"], ["--config-path is not offered"]),
+    (
+        ["--config-path", "conf"],
+        ["--config-path is Hydra's", "write python -m torsh_trainer --config-dir conf"],
+    ),
     # values
     ([QUICK, "trainer.max_steps=abc"], ["trainer.max_steps: expected a whole number or null"]),
     ([QUICK, "trainer.max_steps=1.5"], ["trainer.max_steps: expected a whole number", "1.5"]),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.weights import freeze, load_pretrained
 
 
@@ -276,12 +276,21 @@ def test_a_path_that_is_not_there_offers_its_neighbours(tmp_path: Path) -> None:
         load_pretrained(net(), tmp_path / "nowhere" / "weight.safetensors")
 
 
-def test_a_folder_says_what_it_lacks_and_a_runs_checkpoint_says_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has none of model\.safetensors"):
-        load_pretrained(net(), tmp_path)
-    (tmp_path / "step-00000001").mkdir()
-    (tmp_path / "step-00000001" / ".metadata").touch()
-    with pytest.raises(ConfigError, match=r"checkpoint\.resume="):
+def test_only_what_may_hold_weights_is_offered(tmp_path: Path) -> None:
+    for name in (".git", "conf"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="no such file; correct the path"):
+        load_pretrained(net(), tmp_path / "nofile")
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").symlink_to("/proc/self/mem")  # unreadable for root, too
+    with pytest.raises(ResourceError, match=r"trainer\.pretrained=.*cannot be read: .*permissions"):
+        load_pretrained(net(), tmp_path / "weights.pt")
+
+
+def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has none of model\.safetensors.* no checkpoint"):
         load_pretrained(net(), tmp_path)
 
 

@@ -30,10 +30,11 @@ class CheckpointOptions:
     ``keep_last`` so many, ``keep_best`` so many by ``monitor``, a metric of the evaluation at that
     step (lower is better with ``monitor_mode`` min), ``keep_every`` the steps that it divides.
 
-    ``resume`` is auto (the newest complete one in ``dir``, if any), never, or a path or URL of a
-    checkpoint or a run directory. ``allow`` says in what a run may differ from the one that it
-    goes on from: words of ``setup.WORDS``. ``storage_options`` go to the file system of a URL as
-    they are. ``take_over`` takes a URL from a run on another host that has left its lock behind.
+    ``resume`` is auto (the newest complete one in ``dir``, if any), best (that by ``monitor``),
+    never, or a path or URL of a checkpoint or a run directory. ``allow`` says in what a run may
+    differ from the one that it goes on from: words of ``setup.WORDS``.
+    ``storage_options`` go to the file system of a URL as they are. ``take_over`` takes a URL from a
+    run on another host that has left its lock behind.
     ``check_loaded`` writes a hash of every tensor with a save, and after a load compares what
     model, optimizer and average then are with it.
     """

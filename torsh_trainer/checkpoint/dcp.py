@@ -244,7 +244,7 @@ class DcpCheckpointer(Checkpointer):
         return self._verified
 
     def _offers(self, resume: str) -> Sequence[Location]:
-        return offers(resume, self.folder, self._options.storage_options)
+        return offers(resume, self.folder, self._options.storage_options, self._options.keep)
 
     def plain(self, path: Location) -> dict[str, Any]:
         self.wait()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NoReturn
 
 from torsh_trainer.errors import ConfigError, nearest
@@ -21,9 +23,11 @@ FLAGS = (
     "--resolve",
     "--info",
     "--shell-completion",
+    "--hydra-help",
     "--dry-run",
 )
-REFUSED = {"--config-path", "-cp", "--config-name", "-cn", "--experimental-rerun"}
+_PATH, _NAME = ("--config-path", "-cp"), ("--config-name", "-cn")
+_INFO = ("--info", "-i")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class CommandLine:
 
     overrides: tuple[str, ...] = ()
     help: bool = False
+    hydra_help: bool = False
     version: bool = False
     multirun: bool = False
     config_dir: str | None = None
@@ -55,30 +60,67 @@ class CommandLine:
         return replace(self, overrides=tuple(overrides))
 
 
-def parse(argv: Sequence[str]) -> CommandLine:
-    """Flags and overrides may stand in any order.
+def parse(argv: Sequence[str], *, verb: str = "") -> CommandLine:
+    """Flags and overrides may stand in any order; ``verb`` is the word before them, for messages.
 
     Raises:
         ConfigError: an unknown flag, or a flag without its value; the nearest flag is offered.
     """
-    for word in argv:
-        if word.partition("=")[0] in REFUSED:
-            raise ConfigError(
-                f"{word} is not offered here",
-                fix="give --config-dir DIR, +recipe=FILE.yaml, or rerun RUN",
-            )
-    namespace, unknown = _parser().parse_known_intermixed_args(list(argv))
+    _refuse_what_hydra_alone_has(argv, verb)
+    namespace, unknown = _parser().parse_known_intermixed_args(_with_all_after_info(argv))
     flags = [word for word in unknown if word.startswith("-")]
     if flags:
         raise ConfigError(f"unknown flag {flags[0]}", fix=_offer(flags[0]))
     values = vars(namespace)
     overrides = (*values.pop("overrides"), *unknown)
     values.pop("run")  # what happens anyway
-    if values["resolve"] and values["show"] is None:
-        raise ConfigError(
-            "--resolve goes with --cfg", fix="write --cfg job --resolve, or leave --resolve out"
-        )
+    for flag in ("--resolve", "--package"):
+        if values[flag.lstrip("-")] and values["show"] is None:
+            raise ConfigError(
+                f"{flag} goes with --cfg",
+                fix=f"write {_command([*verb.split(), '--cfg', 'job', *argv])}",
+            )
     return CommandLine(overrides=tuple(overrides), **values)
+
+
+def _refuse_what_hydra_alone_has(argv: Sequence[str], verb: str) -> None:
+    """Says what to type for the flags by which Hydra is told where its one configuration lies."""
+    given, rest, words = {}, [], list(argv)
+    while words:
+        flag, equals, value = words.pop(0).partition("=")
+        if flag == "--experimental-rerun":
+            raise ConfigError(f"{flag} is not offered here", fix="write rerun RUN_DIRECTORY")
+        if flag not in _PATH + _NAME:
+            rest.append(flag + equals + value)
+            continue
+        if not equals and not words:
+            raise ConfigError(f"{flag} has no value", fix="write +recipe=FILE.yaml instead")
+        given[_PATH if flag in _PATH else _NAME] = (flag, value if equals else words.pop(0))
+    if not given:
+        return
+    flag, folder = given.get(_PATH, ("", ""))
+    here = ["--config-dir", folder] if folder else []
+    if _NAME in given:
+        flag, name = given[_NAME]
+        file = Path(folder, name).with_suffix(".yaml")
+        here.append(f"+recipe={file.as_posix() if file.is_file() else Path(name).stem}")
+    raise ConfigError(
+        f"{flag} is Hydra's, and the root of the configuration is ours: a recipe stands in it",
+        fix=f"write {_command([*verb.split(), *here, *rest])}",
+    )
+
+
+def _with_all_after_info(argv: Sequence[str]) -> list[str]:
+    """``--info`` by itself shows all, also where an override comes next."""
+    words: list[str] = []
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        alone = word in _INFO and ("=" in after or after.startswith(("-", "~")))
+        words += [f"--info={INFO[0]}"] if alone else [word]
+    return words
+
+
+def _command(words: Sequence[str]) -> str:
+    return shlex.join(["python", "-m", "torsh_trainer", *words])
 
 
 def _offer(flag: str) -> str:
@@ -100,6 +142,7 @@ def _parser() -> _Parser:
     add = parser.add_argument
     add("overrides", nargs="*")
     add("-h", "--help", action="store_true")
+    add("--hydra-help", action="store_true")
     add("--version", action="store_true")
     add("-m", "--multirun", action="store_true")
     add("-r", "--run", action="store_true")

@@ -20,7 +20,7 @@ KNOBS = (
     ("data.batch_size=256", "samples a step, over all processes"),
     ("optimizer.lr=3e-3", "the learning rate"),
     ("precision=bf16_mixed", "how numbers are held"),
-    ("checkpoint.every_steps=500", "save on the way; checkpoint.resume=auto|never|PATH"),
+    ("checkpoint.every_steps=500", "save on the way; checkpoint.resume=auto|best|never|PATH"),
     ("hydra.run.dir=runs/mine", "where the run goes; the same again goes on from its checkpoints"),
     ("strategy=my/ddp.yaml", "a file of your own, for any group; +recipe=my/recipe.yaml too"),
     ("debug=true", "a failure shows its traceback"),
@@ -30,8 +30,21 @@ FLAGS = (
     ("--cfg job", "print the configuration and stop; --resolve fills in ${...}"),
     ("--cfg job --package strategy", "print a part of it"),
     ("--config-dir DIR", "a folder with groups and recipes of your own"),
+    ("--hydra-help", "what of Hydra there is: its settings, sweepers and launchers"),
     ("--info searchpath", "where configuration is read from; also defaults, plugins"),
     ("--version", "print the version"),
+)
+HYDRA = (
+    ("--cfg hydra", "print Hydra's own settings; --info all: what it composes, and from where"),
+    ("hydra.run.dir=runs/mine", "where a run goes; hydra.sweep.dir, hydra.sweep.subdir for -m"),
+    ("-m hydra/launcher=joblib", "jobs side by side (pip install hydra-joblib-launcher)"),
+    (
+        "-m hydra/launcher=submitit_slurm",
+        "jobs through Slurm (pip install hydra-submitit-launcher)",
+    ),
+    ("-m hydra/sweeper=optuna", "a search (pip install hydra-optuna-sweeper)"),
+    ("--config-dir DIR", "for --config-path; +recipe=FILE.yaml for --config-name"),
+    ("--shell-completion", "for a shell: see the pages of Hydra"),
 )
 EXIT_CODES = (
     "Exit code: 0 done, 1 disk, network or a missing library, 2 your configuration or input,\n"
@@ -54,6 +67,12 @@ def page(roots: Roots, verbs: Iterable[str]) -> str:
         EXIT_CODES,
     ]
     return "\n\n".join(sections)
+
+
+def hydra_page() -> str:
+    """What ``--hydra-help`` prints."""
+    said = "This is a Hydra application (https://hydra.cc): every knob is an override."
+    return "\n\n".join([said, _table("Of Hydra", HYDRA), _table("Flags", FLAGS)])
 
 
 def recipes_wanted(roots: Roots) -> str:

@@ -162,11 +162,19 @@ class Job:
 
 
 def import_paths(config_dir: str | None) -> tuple[str, ...]:
-    """Where user code is found: the current directory, and beside the user's conf folder."""
-    folders = [str(Path.cwd())]
+    """Where user code is found: the current directory, and beside the user's conf folder.
+
+    A project's `src/` counts as well, as it would after `pip install -e`.
+    """
+    folders = [Path.cwd()]
     if config_dir is not None:
-        folders.append(str(Path(config_dir).absolute().parent))
-    return tuple(folders)
+        folders.append(Path(config_dir).absolute().parent)
+    sources = [folder / "src" for folder in folders if _is_a_project(folder)]
+    return tuple(str(folder) for folder in (*folders, *sources) if folder.is_dir())
+
+
+def _is_a_project(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("pyproject.toml", "setup.py", "setup.cfg"))
 
 
 def objective(settings: Mapping[str, Any], content: Mapping[str, Any]) -> float | None:

@@ -18,6 +18,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, Quote
 from hydra.errors import HydraException
 
 from torsh_trainer import registry
+from torsh_trainer.config import own_nodes
 from torsh_trainer.config.command_line import CommandLine
 from torsh_trainer.config.renamed import Table, today
 from torsh_trainer.config.roots import FREE, GROUPS, RECIPE, SETTINGS, YAML, Roots
@@ -54,9 +55,13 @@ class Overrides:
             ConfigError: one of them cannot mean anything; the nearest names are offered.
         """
         keys = {bare_key(text) for text in self.line.overrides}
-        return [self._prepare(text, keys) for text in self.line.overrides]
+        values = [parsed(text) for text in self.line.overrides]
+        placed = own_nodes.places([(o.key_or_group, o.value()) for o in values])
+        chosen = {o.key_or_group for o in values if not isinstance(o.value(), dict)}
+        prepared = [self._prepare(text, keys, placed) for text in self.line.overrides]
+        return own_nodes.left_out(placed, chosen) + prepared
 
-    def _prepare(self, text: str, keys: set[str]) -> str:
+    def _prepare(self, text: str, keys: set[str], placed: set[str]) -> str:
         override = parsed(text)
         if override.is_sweep_override() and not self.line.multirun:
             raise _several_values(override)
@@ -66,7 +71,8 @@ class Overrides:
         if key in self._groups and not isinstance(override.value(), dict):
             return self._choose(override)
         self._check_key(override)
-        if key.partition(".")[0] == FREE and not override.is_delete():
+        free = key.partition(".")[0] == FREE or own_nodes.within(key, placed)
+        if free and not override.is_delete():
             return f"++{text.lstrip('+')}"
         new = today(key, self.renamed)
         if new == key:

@@ -17,6 +17,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from torsh_trainer.config.own_nodes import completed
 from torsh_trainer.config.renamed import RENAMED, Table, rename_in
 from torsh_trainer.config.roots import RECIPE, YAML, Root, Roots
 from torsh_trainer.errors import ConfigError
@@ -41,7 +42,9 @@ class YamlSource(ConfigSource):
             header["package"] = "_global_"  # a recipe sets knobs of every group
         package = header["package"] or _group(config_path)
         content = _parse(text, path)
-        rename_in(content, self.renamed, package=package.removeprefix("_global_"), path=path)
+        package = package.removeprefix("_global_")
+        rename_in(content, self.renamed, package=package, path=path)
+        content = completed(content, package=package, path=path)
         return ConfigResult(
             config=OmegaConf.create(content),
             path=str(path),

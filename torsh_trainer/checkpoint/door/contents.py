@@ -123,6 +123,32 @@ class Contents:
         return self._below(_AVERAGES)
 
     @property
+    def is_averaged(self) -> bool:
+        """Whether it holds a moving average of some updates."""
+        return bool(self.averages and self.plain["engine"]["ema"].get("updates"))
+
+    def averages_by_name(self) -> dict[str, Entry]:
+        """Averages by the model's names; tied weights are averaged once and have several names.
+
+        What shares a parameter equals it to the last bit.
+        """
+        found = dict(self.averages)
+        kinds: dict[Any, list[Entry]] = {}
+        for name, entry in self.model.items():
+            if name in self.averages:
+                kinds.setdefault((entry.shape, entry.dtype), []).append(entry)
+        for name, entry in self.model.items():
+            alike = kinds.get((entry.shape, entry.dtype), [])
+            if name in self.averages or not alike:
+                continue
+            ((_, tensor),) = self.read([entry])
+            for other, value in self.read(alike):
+                if torch.equal(tensor, value):
+                    found[name] = self.averages[other.name]
+                    break
+        return found
+
+    @property
     def optimizers(self) -> Mapping[str, Mapping[str, Any]]:
         """Name -> plain part of an optimizer's state: ``state`` and ``groups``."""
         found: Mapping[str, Mapping[str, Any]] = self.plain.get("engine", {}).get("optimizer", {})

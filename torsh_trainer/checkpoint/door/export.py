@@ -140,12 +140,12 @@ def _chosen(contents: Contents, wanted: Export) -> dict[str, Entry]:
     if not weights:
         raise ConfigError(f"{contents.path} holds no model", fix="name another checkpoint")
     if wanted.ema:
-        if not contents.averages or not contents.plain["engine"]["ema"].get("updates"):
+        if not contents.is_averaged:
             raise ConfigError(
                 f"--ema: {contents.path} holds no moving average",
                 fix="leave --ema out; trainer.ema_decay=0.999 keeps one",
             )
-        weights |= _averages(contents)
+        weights |= contents.averages_by_name()
     chosen = {
         wanted.name(name): entry for name, entry in weights.items() if name.startswith(wanted.strip)
     }
@@ -155,28 +155,6 @@ def _chosen(contents: Contents, wanted: Export) -> dict[str, Entry]:
             fix=f"its names are {shown(list(weights))}",
         )
     return chosen
-
-
-def _averages(contents: Contents) -> dict[str, Entry]:
-    """Averages by the model's names; tied weights are averaged once and have several names.
-
-    What shares a parameter equals it to the last bit.
-    """
-    found = dict(contents.averages)
-    kinds: dict[Any, list[Entry]] = {}
-    for name, entry in contents.model.items():
-        if name in contents.averages:
-            kinds.setdefault((entry.shape, entry.dtype), []).append(entry)
-    for name, entry in contents.model.items():
-        alike = kinds.get((entry.shape, entry.dtype), [])
-        if name in contents.averages or not alike:
-            continue
-        ((_, tensor),) = contents.read([entry])
-        for other, value in contents.read(alike):
-            if torch.equal(tensor, value):
-                found[name] = contents.averages[other.name]
-                break
-    return found
 
 
 def _weights(contents: Contents, chosen: Mapping[str, Entry], wanted: Export) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What ``checkpoint.resume`` means: auto, never, or a path.
+"""What ``checkpoint.resume`` means: auto, best, never, or a path.
 
 Needs no torch.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from torsh_trainer.checkpoint.store.integrity import MANIFEST, verify
 from torsh_trainer.checkpoint.store.places import Location, Unreachable, location, subfolders
 from torsh_trainer.checkpoint.store.retention import (
+    Keep,
     candidates,
     complete,
     is_named,
@@ -26,33 +27,41 @@ from torsh_trainer.files import disk_error
 
 log = logging.getLogger("torsh_trainer")
 
+_ELSEWHERE = "set checkpoint.dir or hydra.run.dir to where they lie, or give auto"
 _START_AFRESH = "start with checkpoint.resume=never, or point checkpoint.dir elsewhere"
 
 
 def find(
-    resume: str, folder: Location, storage_options: Mapping[str, Any] | None = None
+    resume: str,
+    folder: Location,
+    storage_options: Mapping[str, Any] | None = None,
+    keep: Keep | None = None,
 ) -> Location | None:
     """The checkpoint to go on from; None to start afresh.
 
-    ``auto``: the newest one in ``folder`` that verifies, None when there is none at all. ``never``:
-    None. Anything else is the path or URL (with ``storage_options``) of a checkpoint, of a run
-    directory or of a folder of checkpoints. What is skipped is logged, with the reason.
+    ``auto``: the newest one in ``folder`` that verifies, None when there is none at all. ``best``:
+    the best one there by the monitor of ``keep``. ``never``: None. Anything else is the path or URL
+    (with ``storage_options``) of a checkpoint, of a run directory or of a folder of checkpoints.
+    What is skipped is logged, with the reason.
 
     Raises:
         ConfigError: the path is not there, or holds no checkpoint.
         ResourceError: there are checkpoints, and every one is damaged.
         Unreachable: a remote store did not answer.
     """
-    return first_sound(offers(resume, folder, storage_options), verify)
+    return first_sound(offers(resume, folder, storage_options, keep), verify)
 
 
 def offers(
-    resume: str, folder: Location, storage_options: Mapping[str, Any] | None = None
+    resume: str,
+    folder: Location,
+    storage_options: Mapping[str, Any] | None = None,
+    keep: Keep | None = None,
 ) -> Sequence[Location]:
     """The checkpoints that ``resume`` may mean, best first; not yet verified.
 
     Raises:
-        ConfigError: the path is not there, or holds no checkpoint.
+        ConfigError: the path is not there, or holds no checkpoint; or none was measured (``best``).
         ResourceError: it cannot be read.
         Unreachable: a remote store did not answer.
     """
@@ -60,6 +69,8 @@ def offers(
         return []
     if resume == "auto":
         return _newest_first(folder)
+    if resume == "best":
+        return _best_first(folder, keep or Keep())
     path = location(resume, storage_options)
     try:
         return _offered(resume, path)
@@ -82,14 +93,31 @@ def _offered(resume: str, path: Location) -> Sequence[Location]:
     return found
 
 
+def _best_first(folder: Location, keep: Keep) -> list[Location]:
+    found = newest_first(recorded(folder))
+    best = keep.ranked(found)
+    if best:
+        return [one.path for one in best]
+    if not found:
+        raise _no_path("best", f"there is no checkpoint in {folder}", offer=_ELSEWHERE)
+    metrics = {name for one in found for name in one.manifest.metrics}
+    raise _no_path(
+        "best",
+        f"no checkpoint in {folder} was measured by checkpoint.monitor={keep.monitor}",
+        offer=f"set checkpoint.monitor: {nearest(keep.monitor, metrics)}"
+        if metrics
+        else "let trainer.eval_every meet checkpoint.every_steps, or give auto or a path",
+    )
+
+
 def _no_path(resume: str, why: str, *, offer: str = "") -> ConfigError:
-    fix = "give auto, never, or the path of a checkpoint (.../step-00000100) or of a run directory"
+    fix = "give auto, best, never, or the path of a checkpoint (.../step-00000100) or of a run"
     return ConfigError(f"checkpoint.resume={resume}: {why}", fix=offer or fix, resume=resume)
 
 
 def _meant(resume: str, path: Location) -> str:
     """The nearest of what lies beside a path that is not there, and of the words; or nothing."""
-    known = [] if "/" in resume else ["auto", "never"]
+    known = [] if "/" in resume else ["auto", "best", "never"]
     with contextlib.suppress(OSError):
         if resume.strip() and isinstance(path, Path):
             known += [one.name for one in subfolders(path.parent)]

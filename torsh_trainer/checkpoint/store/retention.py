@@ -59,17 +59,19 @@ class Keep:
         return self.every is not None and one.manifest.step % self.every == 0
 
     def _best(self, ordered: Sequence[Found]) -> list[Found]:
-        if self.best is None:
-            return []
+        return [] if self.best is None else self.ranked(ordered)[: self.best]
+
+    def ranked(self, ordered: Sequence[Found]) -> list[Found]:
+        """Those of ``ordered`` (newest first) that were measured by ``monitor``, best first."""
         sign = 1.0 if self.monitor_mode == "min" else -1.0
-        ranked = []
+        measured = []
         for one in reversed(ordered):  # the sort is stable: the older comes first
             value = one.manifest.metrics.get(self.monitor)
             # What is not finite is null in a manifest.
             if value is not None and math.isfinite(value):
-                ranked.append((sign * value, one))
-        ranked.sort(key=lambda pair: pair[0])
-        return [one for _, one in ranked[: self.best]]
+                measured.append((sign * value, one))
+        measured.sort(key=lambda pair: pair[0])
+        return [one for _, one in measured]
 
 
 def folder_name(step: int, attempt: int = 1) -> str:
