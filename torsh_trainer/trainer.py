@@ -15,6 +15,7 @@ from torsh_trainer import environments, registry
 from torsh_trainer.callbacks.base import Callback, named_callbacks
 from torsh_trainer.callbacks.defaults import with_defaults
 from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.checkpoint.door.loading import load_weights
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.data.loading import Loading
@@ -42,7 +43,7 @@ class Result:
     """What a run came to: ``content`` is result.json, ``model`` the trained module.
 
     The model stays in the process that trained it; a run in other processes gives None, and its
-    weights lie in the checkpoint.
+    weights lie in the checkpoint: ``load_into`` takes them from there.
     """
 
     content: Mapping[str, Any]
@@ -64,6 +65,24 @@ class Result:
         """The checkpoint saved last, if any."""
         path: str | None = self.content["checkpoint"]
         return path
+
+    def load_into(self, model: nn.Module, *, ema: bool = False) -> None:
+        """Copies the weights of ``checkpoint`` into ``model``, built as ``task.build_model`` does.
+
+        They come whole, whatever strategy saved them; ``ema`` takes the moving average. See
+        ``torsh_trainer.load_weights``, which does the same with a path.
+
+        Raises:
+            ConfigError: no checkpoint was saved, or it does not fit the model; nothing is changed.
+            ResourceError: the checkpoint is damaged or cannot be read.
+        """
+        if self.checkpoint is None:
+            here = "" if self.model is None else ", or take result.model, the trained module"
+            raise ConfigError(
+                f"the run in {self.run_dir} has saved no checkpoint",
+                fix=f"let it save one (CheckpointOptions(at_end=True)){here}",
+            )
+        load_weights(model, self.checkpoint, ema=ema)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"content": self.content, "model": None}
