@@ -180,23 +180,28 @@ class Trainer:
         """Trains, and runs the other stages after it (default: ``self.stages``).
 
         Raises:
-            TorshError: see errors.py; a failed run leaves result.json with the error.
+            TorshError: what went wrong and the next move: ConfigError for what was given,
+                ResourceError for disk, network or a missing library, TrainingError where training
+                fails, Interrupted. A run that fails leaves result.json with the error.
         """
         return replace(self, stages=stages or self.stages).run()
 
-    def evaluate(self, checkpoint: str) -> Result:
+    def evaluate(self, checkpoint: str | os.PathLike[str]) -> Result:
         """Metrics of the eval split under a checkpoint (its path, or a run directory)."""
         return self._with_weights(checkpoint, "evaluate")
 
-    def test(self, checkpoint: str) -> Result:
+    def test(self, checkpoint: str | os.PathLike[str]) -> Result:
         """Metrics of the test split under a checkpoint (its path, or a run directory)."""
         return self._with_weights(checkpoint, "test")
 
-    def predict(self, checkpoint: str) -> Result:
-        """Predictions for the predict split, in ``predictions.pt`` of the run directory."""
+    def predict(self, checkpoint: str | os.PathLike[str]) -> Result:
+        """Predictions for the predict split, in ``predictions.pt`` of the run directory.
+
+        In the order of the samples; ``torch.load`` reads them.
+        """
         return self._with_weights(checkpoint, "predict")
 
-    def _with_weights(self, checkpoint: str, stage: Stage) -> Result:
+    def _with_weights(self, checkpoint: str | os.PathLike[str], stage: Stage) -> Result:
         options = replace(self.checkpoint, resume=str(checkpoint))
         return replace(self, checkpoint=options, stages=(stage,)).run()
 
