@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "Trainer": "torsh_trainer.trainer",
+    "Result": "torsh_trainer.trainer",
+    "load_weights": "torsh_trainer.checkpoint.door.loading",
     "Task": "torsh_trainer.task",
     "DataSource": "torsh_trainer.task",
     "Mean": "torsh_trainer.task",

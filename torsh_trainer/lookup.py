@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.importing import collector_at_rest
 
 SHOWN = 6
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
@@ -35,6 +37,22 @@ def shown(names: Collection[str]) -> str:
     """The first few of ``names`` and how many more there are."""
     first = ", ".join(list(names)[:SHOWN])
     return first + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def with_keywords(
+    options: Mapping[str, Any], keywords: Mapping[str, Any], *, owner: str
+) -> dict[str, Any]:
+    """``options`` and, beside them, those that came as keyword arguments of ``owner``.
+
+    Raises:
+        ConfigError: one is among both.
+    """
+    for name in keywords:
+        if name in options:
+            raise ConfigError(
+                f"{owner}: {name} is given twice, as a keyword and in options", fix="give it once"
+            )
+    return {**options, **keywords}
 
 
 def imported(path: str, *, option: str) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
-from torsh_trainer.lookup import imported, matching, no_match, shown
+from torsh_trainer.lookup import NO_OPTIONS, imported, matching, no_match, shown, with_keywords
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -29,12 +29,13 @@ _FUSED_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 _NOT_SHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class OptimizerSpec:
     """An optimizer and its parameter groups, before there are parameters.
 
-    ``target`` is a short name of a torch.optim class (``AdamW``, any case), the import path of
-    any optimizer class, or the class. ``options`` are its other keyword arguments.
+    ``OptimizerSpec("SGD", lr=0.1, momentum=0.9)``: ``target`` is a short name of a torch.optim
+    class (``AdamW``, any case), the import path of any optimizer class, or the class. Its other
+    keyword arguments are given beside ours, or as the mapping ``options``.
 
     ``no_decay`` excludes norms and biases (parameters with fewer than two dimensions) from weight
     decay. ``groups`` are settings for parameters whose name matches a pattern (fnmatch), or one of
@@ -52,7 +53,8 @@ class OptimizerSpec:
     those that ``target`` cannot take (Muon: all that are not matrices).
 
     Raises:
-        ConfigError: a value is of the wrong type or out of its range.
+        ConfigError: a value is of the wrong type or out of its range, or the class has no such
+            option (for a class that is still to be imported, ``build`` says so).
     """
 
     target: str | type[Optimizer] = "AdamW"
@@ -66,9 +68,39 @@ class OptimizerSpec:
     others_match: tuple[str, ...] = ()
     unscaled_lr: float | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "others_match", _patterns(self.others_match))
+    def __init__(
+        self,
+        target: str | type[Optimizer] = "AdamW",
+        lr: float = 1e-3,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        no_decay: bool = True,
+        groups: Sequence[Mapping[str, Any]] = (),
+        fused: bool | None = None,
+        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
+        others: OptimizerSpec | None = None,
+        others_match: str | Sequence[str] = (),
+        unscaled_lr: float | None = None,
+        **keywords: Any,
+    ) -> None:
+        given = {
+            "target": target,
+            "lr": lr,
+            "options": with_keywords(options, keywords, owner="OptimizerSpec"),
+            "no_decay": no_decay,
+            "groups": tuple(groups),
+            "fused": fused,
+            "lr_scaling": lr_scaling,
+            "others": others,
+            "others_match": _patterns(others_match),
+            "unscaled_lr": unscaled_lr,
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        if keywords and (not isinstance(target, str) or target.lower() in short_names()):
+            _options(_resolve(target), keywords, ("params", "lr", *RESERVED))
+        self._check()
+
+    def _check(self) -> None:
         _check_number("optimizer.lr", self.lr)
         if self.lr < 0 or not math.isfinite(self.lr):
             raise ConfigError(f"optimizer.lr={self.lr} is not 0 or more", fix="the usual is 1e-3")
@@ -116,7 +148,9 @@ class OptimizerSpec:
                 ours[key] = ()
         lr = keys.pop("lr")
         _check_number("optimizer.lr", lr)
-        spec = cls(target=target, lr=float(lr), options=_options(chosen, keys, RESERVED), **ours)
+        hint = " (~optimizer.{} drops one that a recipe set for another optimizer)"
+        options = _options(chosen, keys, RESERVED, hint=hint)
+        spec = cls(target=target, lr=float(lr), options=options, **ours)
         spec._check_groups(chosen)
         return spec
 
@@ -369,9 +403,12 @@ def refuse_closure(kind: type[Optimizer]) -> None:
 
 
 def _options(
-    chosen: type[Optimizer], given: Mapping[str, Any], not_here: Sequence[str]
+    chosen: type[Optimizer], given: Mapping[str, Any], not_here: Sequence[str], *, hint: str = ""
 ) -> dict[str, Any]:
-    """``given`` with lists as the tuples that the class has for defaults, all names checked."""
+    """``given`` with lists as the tuples that the class has for defaults, all names checked.
+
+    ``hint`` follows the names that are offered for an unknown one, which it may hold as ``{}``.
+    """
     known = arguments(chosen)
     checked = {}
     for key, value in given.items():
@@ -382,8 +419,7 @@ def _options(
         if key not in known and _OPEN not in known:
             raise ConfigError(
                 f"optimizer {chosen.__name__} has no option {key!r}",
-                fix=nearest(key, {*known, *RESERVED} - {_OPEN})
-                + f" (~optimizer.{key} drops one that a recipe set for another optimizer)",
+                fix=nearest(key, {*known, *RESERVED} - {_OPEN, "params"}) + hint.format(key),
                 option=key,
             )
         default = known.get(key)

@@ -76,22 +76,42 @@ def _column(values: list[Any]) -> Tensor:
 
 
 class DataSource:
-    """The datasets of a task: ``train``, ``eval``, ``test``, ``predict``; None where there is none.
+    """The datasets of a task, and how samples become a batch.
 
-    Each is a map-style ``torch.utils.data.Dataset`` (``__len__``, ``__getitem__``) or an
-    ``IterableDataset``. A dataset that defines ``__getitems__(indices)`` is fetched by the batch.
+    Each dataset is a map-style ``torch.utils.data.Dataset`` (``__len__``, ``__getitem__``) or an
+    ``IterableDataset``. One that defines ``__getitems__(indices)`` is fetched by the batch. They
+    are attributes of the class, set in ``__init__``, or properties.
     """
 
     train: Any = None
+    """The dataset of a fit; None where there is none, as for the others."""
+
     eval: Any = None
+    """The dataset of evaluations, during a fit (``trainer.eval_every``) and by itself."""
+
     test: Any = None
+    """The dataset of the stage test."""
+
     predict: Any = None
+    """The dataset of the stage predict; its predictions are in the order of its samples."""
 
     collate: Callable[[list[Any]], Any] | None = None
-    """How a list of samples becomes a batch; None is torch's default_collate."""
+    """How a list of samples (micro-batch size, or the evaluation's) becomes a batch.
+
+    None is torch's ``default_collate``, which stacks tensors of one shape and makes tensors of
+    numbers. Samples of unequal length need one that pads, a function or a method:
+
+        def collate(self, samples):
+            rows, labels = zip(*samples)
+            return pad_sequence(rows, batch_first=True), torch.tensor(labels)
+    """
 
     def sample_weights(self) -> Tensor | None:
-        """Weights of the training samples for weighted sampling, shape (len(train),), or None."""
+        """Weights of the training samples, where ``data.weighted`` draws by them.
+
+        Shape (len(train),), none negative, of any scale: a sample of weight 2 is drawn twice as
+        often as one of weight 1, with replacement. None: there are none.
+        """
         return None
 
 
@@ -103,7 +123,7 @@ class Task:
     """
 
     data: DataSource
-    """Datasets and collate."""
+    """Datasets and how samples become a batch; set in ``__init__``, or a property."""
 
     optimizer: OptimizerSpec = OptimizerSpec()
     """What ``build_optimizers`` builds unless it is overridden."""
@@ -119,7 +139,11 @@ class Task:
     """How many units one sample holds (tokens of a window)."""
 
     def build_model(self) -> nn.Module:
-        """A new model on the default device. Called under a seeded generator, once a process."""
+        """A new model on the default device, with its initial weights.
+
+        Called once a process, under a generator seeded by ``trainer.seed``, so that all processes
+        begin alike.
+        """
         raise NotImplementedError
 
     def build_optimizers(
@@ -137,29 +161,47 @@ class Task:
         return model(batch[0])
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
-        """The mean loss over ``weight(batch)``: a 0-dim tensor with a gradient."""
+        """The mean loss over ``weight(batch)``: a 0-dim tensor with a gradient.
+
+        ``outputs`` are what ``forward`` gave, ``batch`` is on the device. No ``.item()``: a number
+        has no gradient.
+        """
         raise NotImplementedError
 
     def weight(self, batch: Any) -> float:
         """What ``loss`` is a mean over: samples by default, valid tokens for a language model.
 
-        Asked of the batch on the host, before it moves to the device. Only used when
-        ``sample_weight`` is None.
+        The gradient of a step is the mean over the global batch by these weights, however it is
+        cut. Asked of the batch on the host, before it moves to the device; only used when
+        ``sample_weight`` is None. A batch of weight 0 counts for nothing.
         """
         return float(samples_of(batch))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Mean]:
-        """Sums of metrics over a batch, by name. Default: the loss alone."""
+        """Sums of metrics over a batch, by name. Default: the loss alone.
+
+        Each is ``Mean(sum over the samples, their number)``, so that batches and ranks add up:
+        ``{"accuracy": Mean((outputs.argmax(1) == batch[1]).sum(), len(batch[1]))}``. Called in eval
+        mode, without gradients, on every batch of ``data.eval`` (and of ``data.test``).
+        """
         outputs = self.forward(model, batch)
         weight = self.weight(batch) if self.sample_weight is None else float(samples_of(batch))
         return {"loss": Mean(self.loss(outputs, batch).detach() * weight, weight)}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Metrics from means over all batches and ranks, e.g. perplexity from loss."""
+        """Metrics from means over all batches and ranks, e.g. perplexity from loss.
+
+        ``metrics`` are the means of what ``evaluate`` gave, by name; what is returned is reported,
+        followed by schedules and early stopping, and written down. Called once an evaluation.
+        """
         return metrics
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        """Predictions for a batch: a tensor (first dimension: samples) or a list of values."""
+        """Predictions for a batch: a tensor (first dimension: samples) or a list of values.
+
+        Called in eval mode, without gradients, on every batch of ``data.predict``; they are joined
+        in the order of the samples in ``predictions.pt`` of the run directory.
+        """
         return self.forward(model, batch)
 
     def running_averages(self, model: nn.Module) -> Mapping[str, float]:

@@ -5,11 +5,28 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 import torsh_trainer
+from torsh_trainer import registry, testing
+
+LAUNCHERS = "**/conf/launcher/*.yaml"
+CONTRACTS = {
+    "callbacks": ["Callback", "RunInfo", "StepReport", "EvaluationReport", "SaveReport"],
+    "checkpoint": ["Checkpointer"],
+    "comm": ["Communicator"],
+    "comm.compression": ["Compression", "Compressing"],
+    "environments": ["Environment"],
+    "launchers": ["Launcher"],
+    "schedule": ["Schedule", "StatefulSchedule", "RunningSchedule"],
+    "strategies": ["Strategy", "Engine", "Job"],
+}
+"""What a plugin implements, by its room."""
 
 NAMES = [name for name in torsh_trainer.__all__ if not name.startswith("__")]
 
@@ -51,6 +68,20 @@ def undocumented(module: ModuleType) -> Iterator[str]:
 
 def test_every_public_function_class_and_method_has_a_docstring():
     assert [name for module in modules() for name in undocumented(module)] == []
+
+
+def test_every_public_name_and_every_contract_stands_on_a_page_of_the_api(repository):
+    pages = [page.read_text() for page in sorted((repository / "docs" / "api").glob("*.md"))]
+    told = set(re.findall(r"^::: (\S+)$", "\n".join(pages), flags=re.MULTILINE))
+    named = {f"{module}.{name}" for name, module in torsh_trainer._PUBLIC.items()}
+    suites = {f"{module}.{name}" for name, module in testing._SUITES.items()}
+    strategies = {target.replace(":", ".") for target in registry.strategies().values()}
+    launchers = (yaml.safe_load(file.read_text()) for file in repository.glob(LAUNCHERS))
+    contracts = {
+        f"torsh_trainer.{room}.base.{name}" for room, names in CONTRACTS.items() for name in names
+    }
+    wanted = named | suites | strategies | {node["_target_"] for node in launchers} | contracts
+    assert sorted(wanted - told) == []
 
 
 def test_every_public_name_of_the_package_resolves():

@@ -278,3 +278,12 @@ def test_the_process_that_launches_loads_no_torch(config, tmp_path):
         "assemble.launcher_of(config); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+
+
+def test_options_of_a_torch_scheduler_are_keywords_in_python_and_a_mapping_in_a_configuration():
+    node = {"_target_": "torsh_trainer.schedule.TorchSchedule", "scheduler": "StepLR"}
+    with pytest.raises(ConfigError, match=r"unknown knob schedule\.step_size"):
+        plan({**node, "step_size": 2}, key="schedule")
+    assert plan({**node, "options": {"step_size": 2}}, key="schedule").build().options == {
+        "step_size": 2
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import math
 from pathlib import Path
@@ -416,3 +417,25 @@ def test_a_second_optimizer_must_have_something_to_train_and_leave_something() -
 def test_a_spec_is_a_value() -> None:
     spec = OptimizerSpec.from_config(plain("adamw"))
     assert copy.deepcopy(spec) == spec
+
+
+def test_options_are_keywords_as_in_torch_or_a_mapping() -> None:
+    spec = OptimizerSpec("SGD", lr=0.1, momentum=0.9, weight_decay=0.5)
+    assert spec == OptimizerSpec("SGD", lr=0.1, options={"momentum": 0.9, "weight_decay": 0.5})
+    assert dataclasses.replace(spec, lr=0.2).options == spec.options
+    ours = spec.build(small_model().named_parameters()).param_groups[0]
+    theirs = torch.optim.SGD(small_model().parameters(), lr=0.1, momentum=0.9, weight_decay=0.5)
+    assert {key: ours[key] for key in ("lr", "momentum", "weight_decay", "nesterov")} == {
+        key: theirs.param_groups[0][key] for key in ("lr", "momentum", "weight_decay", "nesterov")
+    }
+    mine = OptimizerSpec(Mine, lr=0.1, power=2.0).build(small_model().named_parameters())
+    assert mine.param_groups[0]["lr"] == 0.2
+
+
+def test_a_keyword_that_the_optimizer_does_not_have_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"SGD has no option 'momentun'; did you mean 'momentum'"):
+        OptimizerSpec("SGD", lr=0.1, momentun=0.9)
+    with pytest.raises(ConfigError, match="'no_decai'; did you mean 'no_decay'"):
+        OptimizerSpec(no_decai=False)
+    with pytest.raises(ConfigError, match="momentum is given twice"):
+        OptimizerSpec("SGD", options={"momentum": 0.9}, momentum=0.5)

@@ -508,3 +508,13 @@ def test_the_yaml_holds_the_defaults_of_the_constructor(name: str) -> None:
         assert node.pop("scheduler") == "???"
         assert not defaults.pop("scheduler")
     assert node == defaults
+
+
+def test_the_arguments_of_a_torch_scheduler_are_keywords_or_a_mapping() -> None:
+    given = TorchSchedule("StepLR", step_size=2, gamma=0.5, interval="epoch")
+    mapped = {"step_size": 2, "gamma": 0.5}
+    assert given == TorchSchedule(scheduler="StepLR", options=mapped, interval="epoch")
+    with pytest.raises(ConfigError, match="StepLR has no 'step_sise'; did you mean 'step_size'"):
+        TorchSchedule("StepLR", step_sise=2).start({"main": optimizer()})
+    with pytest.raises(ConfigError, match="gamma is given twice"):
+        TorchSchedule("StepLR", options=mapped, gamma=0.1)

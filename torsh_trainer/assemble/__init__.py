@@ -57,7 +57,7 @@ SETTINGS = ("debug", "log_level", "vars")
 OBJECTS = ("schedule", "strategy", "precision", "compression", "comm", "checkpoint", "launcher")
 """Groups that are one object each, handed to the trainer under their own name."""
 
-NO_KNOBS = ("loading", "run_dir", "config", "command", "log_level")
+NO_KNOBS = ("loading", "default_callbacks", "run_dir", "config", "command", "log_level")
 """What a trainer is given beside the groups, and the ``trainer`` group cannot set."""
 
 
@@ -204,6 +204,7 @@ def trainer_of(order: Order) -> Trainer:
         **{name: plan(config[name], key=name) for name in OBJECTS if config.get(name)},
         "loading": loading,
         "callbacks": [*_enabled(config, "callbacks"), *_enabled(config, "logger")],
+        "default_callbacks": False,
         "run_dir": order.run_dir,
         "config": order.written or masked(config),
         "command": order.command,

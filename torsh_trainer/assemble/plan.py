@@ -149,7 +149,9 @@ class Signature:
             return cls({}, {}, open=True)
         named = {name: p for name, p in parameters.items() if p.kind in cls.KINDS}
         kinds = {p.kind for p in parameters.values()}
-        return cls(named, _hints(factory), open=inspect.Parameter.VAR_KEYWORD in kinds)
+        by_keyword = getattr(factory, "keywords_are_options", False)  # here they stand in `options`
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds and not by_keyword
+        return cls(named, _hints(factory), open=takes_any)
 
     @property
     def names(self) -> list[str]:

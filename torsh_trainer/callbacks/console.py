@@ -73,17 +73,23 @@ class Console(MainOnly):
         self._left = 0  # steps until the display wants to look at the clock again
 
     def terminal(self) -> Terminal:
-        """Where to write: standard output, at a sane width when it is no terminal."""
-        terminal = Terminal(highlight=False, markup=False)
-        return (
-            terminal
-            if terminal.is_terminal
-            else Terminal(highlight=False, markup=False, width=_LINES_WIDTH)
+        """Where to write: standard output, plain and at a sane width when it is no terminal.
+
+        In a notebook, too: its kernel asks for colours (FORCE_COLOR), which rich takes for a
+        terminal, and moves of the cursor come out as characters there.
+        """
+        plain = Terminal(
+            highlight=False,
+            markup=False,
+            width=_LINES_WIDTH,
+            force_terminal=False,
+            force_jupyter=False,
         )
+        return Terminal(highlight=False, markup=False) if sys.stdout.isatty() else plain
 
     def on_start(self, info: RunInfo) -> None:
         terminal = self.terminal()
-        moves = terminal.is_terminal and not terminal.is_dumb_terminal and not terminal.is_jupyter
+        moves = terminal.is_terminal and not terminal.is_dumb_terminal
         bar = self.style == "bar" or (self.style == "auto" and moves)
         _introduce(terminal, info, show_model=self.show_model)
         self._left = 0

@@ -13,7 +13,7 @@ from torsh_trainer.files import write_text
 from torsh_trainer.report.charts import charts_of
 from torsh_trainer.report.page import page_of
 from torsh_trainer.report.png import write_png
-from torsh_trainer.report.runs import read_runs
+from torsh_trainer.report.runs import Run, read_runs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,11 +29,8 @@ def main(argv: Sequence[str]) -> int:
     for run in runs:
         for problem in run.problems:
             print(f"{run.path}: {problem}", file=sys.stderr)
-    if not charts and not any(run.result for run in runs):
-        raise ConfigError(
-            "none of these runs has logged anything yet",
-            fix="wait for the first report of a run (trainer.log_every), or name another",
-        )
+    if not charts and not any(run.result.get("error") for run in runs):
+        raise _nothing_to_draw(runs)
     output = _output(options.output, options.runs)
     page = page_of(runs, charts, now=datetime.now())
     # A name in a file may hold half of a character, which no file can.
@@ -45,6 +42,19 @@ def main(argv: Sequence[str]) -> int:
         write_png(runs, charts, picture)
         print(picture)
     return 0
+
+
+def _nothing_to_draw(runs: Sequence[Run]) -> ConfigError:
+    if not any(run.result for run in runs):
+        return ConfigError(
+            "nothing to draw: none of these runs has logged anything yet",
+            fix="wait for the first report of a run (trainer.log_every), or name another",
+        )
+    return ConfigError(
+        "nothing to draw: none of these runs has logged a number in metrics.jsonl",
+        fix="result.json says what came of each; logger.jsonl writes metrics.jsonl (in Python "
+        "default_callbacks=True, or the callback Jsonl)",
+    )
 
 
 def _output(chosen: Path | None, paths: Sequence[Path]) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.lookup import imported
+from torsh_trainer.lookup import NO_OPTIONS, imported, with_keywords
 from torsh_trainer.schedule.base import RunningSchedule, StatefulSchedule
 from torsh_trainer.schedule.shapes import check
 
@@ -19,14 +19,16 @@ SETTINGS = ("lr", "momentum", "betas")
 """What torch's schedulers change in a parameter group."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, init=False)
 class TorchSchedule(StatefulSchedule):
     """``scheduler(optimizer, **options)``, one for each optimizer.
 
-    ``scheduler`` is a name in torch.optim.lr_scheduler, the import path of a class or a function
-    that returns a scheduler, or that callable itself. ``interval`` says when it steps: after each
-    update (step), each epoch, or each evaluation; ``metric`` names what its ``step`` receives
-    where that takes a metric (ReduceLROnPlateau).
+    ``TorchSchedule("StepLR", step_size=1000)``: ``scheduler`` is a name in
+    torch.optim.lr_scheduler, the import path of a class or a function that returns a scheduler, or
+    that callable itself. Its other arguments are given beside ours, or as the mapping ``options``
+    (a configuration has them there). ``interval`` says when it steps: after each update (step),
+    each epoch, or each evaluation; ``metric`` names what its ``step`` receives where that takes a
+    metric (ReduceLROnPlateau).
 
     Raises:
         ConfigError: there is no such scheduler, or it does not take these options.
@@ -38,7 +40,28 @@ class TorchSchedule(StatefulSchedule):
     interval: Literal["step", "epoch", "evaluate"] = "step"
     metric: str = "loss"
 
-    def __post_init__(self) -> None:
+    keywords_are_options: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        scheduler: str | Callable[..., Any] = "",
+        *,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        interval: Literal["step", "epoch", "evaluate"] = "step",
+        metric: str = "loss",
+        **keywords: Any,
+    ) -> None:
+        given = {
+            "scheduler": scheduler,
+            "options": with_keywords(options, keywords, owner="TorchSchedule"),
+            "interval": interval,
+            "metric": metric,
+        }
+        for name, value in given.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
         intervals = ("step", "epoch", "evaluate")
         check("interval", self.interval, self.interval in intervals, "step, epoch or evaluate")
         if not self.scheduler:
