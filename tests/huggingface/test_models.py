@@ -19,6 +19,7 @@ from torsh_trainer.tasks.huggingface.checks import positions_of
 from torsh_trainer.tasks.huggingface.heads import CausalLM, SequenceClassification
 from torsh_trainer.tasks.huggingface.models import HuggingFaceModel
 from torsh_trainer.tasks.huggingface.text import Documents, LabelledTexts
+from torsh_trainer.tasks.language_model import LanguageModel
 
 GPT2 = {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 BERT = {
@@ -224,6 +225,29 @@ def test_a_model_of_ours_is_refused_and_one_of_transformers_is_taken(tmp_path):
     assert CausalLM(lambda: right, Bytes()).build_model() is right
     with pytest.raises(ConfigError, match="takes a model of transformers, not a Linear"):
         CausalLM(lambda: torch.nn.Linear(1, 1), Bytes()).build_model()
+
+
+def test_a_model_that_looks_ahead_is_refused_as_a_language_model():
+    task = CausalLM(partial(HuggingFaceModel, config="bert", overrides=BERT), Bytes())
+    with pytest.raises(ConfigError, match="bert predicts a token that it has seen"):
+        task.build_model()
+    knobs = {**BERT, "is_decoder": True}
+    CausalLM(partial(HuggingFaceModel, config="bert", overrides=knobs), Bytes()).build_model()
+
+
+def test_a_task_that_takes_no_model_of_transformers_says_so():
+    task = LanguageModel(partial(HuggingFaceModel, config="gpt2"), Bytes())
+    with pytest.raises(ConfigError, match=r"HuggingFaceModel, which is no torch.nn.Module"):
+        task.build_model()
+
+
+@pytest.mark.parametrize("batch", [(torch.zeros(2, 3),), {"input_ids": torch.zeros(2, 3)}])
+def test_a_batch_of_other_data_is_refused(batch):
+    model = partial(HuggingFaceModel, config="gpt2")
+    with pytest.raises(ConfigError, match="has no labels; choose data=hf_labelled_text"):
+        SequenceClassification(model, Bytes()).weight(batch)
+    with pytest.raises(ConfigError, match="has no"):
+        CausalLM(model, Bytes()).weight(batch)
 
 
 def test_what_is_kept_for_a_folder_names_the_architecture_and_no_dtype():

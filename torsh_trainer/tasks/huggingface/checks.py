@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.task import DataSource
+
+_ON_A_CPU = ("eager", "sdpa")
+"""Kinds of attention that a model can be tried with where it is built."""
 
 
 def check_data(model: nn.Module, data: DataSource) -> None:
@@ -60,7 +65,25 @@ def _said(data: DataSource, stated: str, read: str, *, more: int = 0) -> int | N
     return None if value is None else int(value) + more
 
 
-@torch.no_grad()
+def check_causal(model: nn.Module) -> None:
+    """Makes sure that no token sees those after it, by looking at what a last one changes.
+
+    Raises:
+        ConfigError: it does: then the next token could be read off.
+    """
+    config: Any = model.config
+    if next(model.parameters()).is_meta or config._attn_implementation not in _ON_A_CPU:
+        return
+    with _evaluated(model):
+        one, other = (_logits(model, [0, 1, 2, 0, last])[:4] for last in (1, 2))
+    if not torch.equal(one, other):
+        raise ConfigError(
+            f"the model type {config.model_type} predicts a token that it has seen: its attention "
+            "looks ahead",
+            fix="set ++model.overrides.is_decoder=true where it has that, or take another model",
+        )
+
+
 def check_packing(model: nn.Module) -> None:
     """Makes sure that no text of a packed sample attends to another one, by looking at it do so.
 
@@ -70,7 +93,7 @@ def check_packing(model: nn.Module) -> None:
     config: Any = model.config
     name = f"data.packing=true is refused for the model type {config.model_type}"
     fix = "set data.packing=false: samples are padded then"
-    if config._attn_implementation not in ("eager", "sdpa"):
+    if config._attn_implementation not in _ON_A_CPU:
         raise ConfigError(
             f"data.packing=true is refused for model.attn_implementation="
             f"{config._attn_implementation}",
@@ -80,22 +103,32 @@ def check_packing(model: nn.Module) -> None:
         raise ConfigError(f"{name}: it takes no position_ids", fix=fix)
     if next(model.parameters()).is_meta:
         return
+
+    def ends(positions: list[int]) -> list[Tensor]:
+        texts = [[first] * 3 + [0, 1] for first in (1, 2)]
+        return [_logits(model, text, position_ids=positions)[3:] for text in texts]
+
+    with _evaluated(model):
+        if torch.equal(*ends([0, 1, 2, 3, 4])):
+            raise ConfigError(f"{name}: nobody can tell whether texts attend to others", fix=fix)
+        if not torch.equal(*ends([0, 1, 2, 0, 1])):
+            raise ConfigError(f"{name}: texts attend to those before them", fix=fix)
+
+
+def _logits(model: nn.Module, tokens: list[int], **more: list[int]) -> Tensor:
+    """Logits of a few tokens: (tokens, vocabulary)."""
+    inputs = {"input_ids": tokens, **more}
+    outputs = model(**{name: torch.tensor([numbers]) for name, numbers in inputs.items()})
+    logits: Tensor = outputs.logits[0]
+    return logits
+
+
+@contextlib.contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
     trains = model.training
     model.eval()
     try:
-        whole = torch.arange(5)
-        if torch.equal(_end_of(model, 1, whole), _end_of(model, 2, whole)):
-            raise ConfigError(f"{name}: nobody can tell whether texts attend to others", fix=fix)
-        packed = torch.tensor([0, 1, 2, 0, 1])
-        if not torch.equal(_end_of(model, 1, packed), _end_of(model, 2, packed)):
-            raise ConfigError(f"{name}: texts attend to those before them", fix=fix)
+        with torch.no_grad():
+            yield
     finally:
         model.train(trains)
-
-
-def _end_of(model: nn.Module, first: int, positions: Tensor) -> Tensor:
-    """Logits of the last two of five tokens, whose first three are all ``first``."""
-    tokens = torch.tensor([[first, first, first, 0, 1]])
-    outputs = model(input_ids=tokens, position_ids=positions.unsqueeze(0))
-    logits: Tensor = outputs.logits[0, 3:]
-    return logits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.optimizers import OptimizerSpec
 from torsh_trainer.task import DataSource, Mean, Task
-from torsh_trainer.tasks.huggingface.checks import check_data, check_packing
+from torsh_trainer.tasks.huggingface.checks import check_causal, check_data, check_packing
 from torsh_trainer.tasks.huggingface.models import HuggingFaceModel
 from torsh_trainer.tasks.language_model import IGNORED, LanguageModel
 
@@ -87,6 +87,7 @@ class CausalLM(HuggingFaceTask, LanguageModel):
 
     def build_model(self) -> nn.Module:
         model = super().build_model()
+        check_causal(model)
         if getattr(self.data, "packing", False):
             check_packing(model)
         return model
@@ -115,12 +116,14 @@ def _with_targets(batch: Any) -> Any:
     """A batch of transformers as one of ours: the target of a token is the label of the next."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         return batch
-    if "labels" not in batch:
+    labels = batch.get("labels")
+    if labels is None or labels.shape != batch["input_ids"].shape:
         raise ConfigError(
-            "a batch of input_ids has no labels",
-            fix="let the collate add them: input_ids, with -100 where a token does not count",
+            "a batch of input_ids has no label for each of its tokens",
+            fix="let the collate add labels: input_ids, with -100 where a token does not count; "
+            "of labelled texts, choose data=hf_text",
         )
-    targets = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     return {**batch, "tokens": batch["input_ids"], "targets": targets}
 
 
@@ -199,10 +202,11 @@ class SequenceClassification(HuggingFaceTask):
         return total / (labels != IGNORED).sum().clamp(min=1)  # 0, not NaN, where nothing counts
 
     def weight(self, batch: Any) -> float:
-        return float((batch["labels"] != IGNORED).sum())
+        return float((_labels(batch) != IGNORED).sum())
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Mean]:
-        logits, labels = self.forward(model, batch), batch["labels"]
+        labels = _labels(batch)
+        logits = self.forward(model, batch)
         count = (labels != IGNORED).sum()
         return {
             "loss": Mean(self.loss(logits, batch) * count, count),
@@ -212,6 +216,17 @@ class SequenceClassification(HuggingFaceTask):
     def predict(self, model: nn.Module, batch: Any) -> Tensor | list[str]:
         best = self.forward(model, batch).argmax(-1)
         return best if self._names is None else [self._names[i] for i in best.tolist()]
+
+
+def _labels(batch: Any) -> Tensor:
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        raise ConfigError(
+            f"a batch of type {type(batch).__name__} has no labels",
+            fix="choose data=hf_labelled_text, or let the collate return a dict of input_ids and "
+            "labels",
+        )
+    labels: Tensor = batch["labels"]
+    return labels
 
 
 def _numbered(labels: Any) -> list[tuple[int, str]]:

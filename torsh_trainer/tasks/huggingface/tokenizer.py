@@ -28,12 +28,14 @@ class FolderTokenizer:
         if self.folder is None:
             raise ConfigError(
                 "data.tokenizer has no value",
-                fix="give data.tokenizer=FOLDER, one with a tokenizer.json",
+                fix="give data.tokenizer=FOLDER, or the model by model.pretrained=FOLDER, which it "
+                "follows",
             )
         if not Path(self.folder).is_dir():
             raise ConfigError(
                 f"data.tokenizer={self.folder}: there is no such folder, and nothing is downloaded",
-                fix="give a local folder with a tokenizer.json",
+                fix="give a local folder, such as `hf download NAME --local-dir FOLDER` writes; "
+                "data.tokenizer follows model.pretrained where it is not given",
             )
 
     @cached_property
