@@ -27,6 +27,8 @@ MISSING = "???"
 INJECTED = {"model", "data", "optimizer"}
 """What a task is given from the groups of these names."""
 ON_PURPOSE = {
+    ("data/hf_text", "tokenizer"): "that of the folder that the model is from",
+    ("data/hf_labelled_text", "tokenizer"): "that of the folder that the model is from",
     ("optimizer/muon", "others"): "Muon takes matrices alone, so something has to take the rest",
     ("task/lightning", "module"): "its class is named beside its arguments",
     ("task/lightning", "datamodule"): "its class is named beside its arguments",

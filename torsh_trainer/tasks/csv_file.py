@@ -95,11 +95,11 @@ class CSV(LoadedOnUse):
         """The classes of the training rows by number; None for numbers."""
         if self.kind == "regression":
             return None
-        return sorted(set(_column(self._table, self._targets[0], self.path)))
+        return sorted(set(column_of(self._table, self._targets[0], self.path)))
 
     def load(self) -> Splits:
         if self.weight is not None:
-            _column(self._table, self.weight, self.path)  # now, not when weights are asked for
+            column_of(self._table, self.weight, self.path)  # now, not when weights are asked for
         features, targets = self._rows
         parts = self._parts
         scale = _Standardise(features[parts[0]] if self.standardise else None)
@@ -111,7 +111,7 @@ class CSV(LoadedOnUse):
             test = self._other(self.test_path, scale)
         predict = test
         if self.predict_path:
-            table = _read(self.predict_path, self.delimiter)
+            table = read_table(self.predict_path, self.delimiter)
             predict = TensorData(scale(self._numbers(table, self._features, self.predict_path)))
         return Splits(train, held_out, test, predict)
 
@@ -141,7 +141,7 @@ class CSV(LoadedOnUse):
 
     @cached_property
     def _table(self) -> Columns:
-        return _read(self.path, self.delimiter)
+        return read_table(self.path, self.delimiter)
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,7 @@ class CSV(LoadedOnUse):
         return split(len(features), fractions=shares, seed=self.split_seed, labels=labels)
 
     def _other(self, path: str, scale: _Standardise) -> TensorData:
-        features, targets = self._pairs(_read(path, self.delimiter), path)
+        features, targets = self._pairs(read_table(path, self.delimiter), path)
         return TensorData(scale(features), targets)
 
     def _pairs(self, table: Columns, path: str) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ class CSV(LoadedOnUse):
         if self.classes is None:
             return features, self._numbers(table, self._targets, path)
         numbers = {name: number for number, name in enumerate(self.classes)}
-        column = _column(table, self._targets[0], path)
+        column = column_of(table, self._targets[0], path)
         unseen = set(column) - numbers.keys()
         if unseen:
             raise ConfigError(
@@ -183,7 +183,7 @@ class CSV(LoadedOnUse):
                 f"{path} has no feature columns beside the target",
                 fix="name them: data.features=[COLUMN, ...]",
             )
-        columns = [_floats(_column(table, name, path), name, path) for name in names]
+        columns = [_floats(column_of(table, name, path), name, path) for name in names]
         return torch.tensor(columns, dtype=torch.float32).t().contiguous()
 
 
@@ -203,8 +203,12 @@ class _Standardise:
         return (features - self.mean) / self.deviation
 
 
-def _read(path: str, delimiter: str) -> Columns:
-    """Column name -> its cells."""
+def read_table(path: str, delimiter: str) -> Columns:
+    """Column name -> its cells.
+
+    Raises:
+        ConfigError: there is no such file, or it is no table with a header.
+    """
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file, delimiter=delimiter))
@@ -234,7 +238,12 @@ def _read(path: str, delimiter: str) -> Columns:
     return dict(zip(header, map(list, zip(*rows[1:], strict=True)), strict=True))
 
 
-def _column(table: Columns, name: str, path: str) -> list[str]:
+def column_of(table: Columns, name: str, path: str) -> list[str]:
+    """The cells of a column.
+
+    Raises:
+        ConfigError: the table of ``path`` has no such column.
+    """
     if name not in table:
         raise ConfigError(f"{path} has no column {name!r}", fix=nearest(name, table))
     return table[name]

@@ -28,8 +28,13 @@ def fitted(model: nn.Module, data: DataSource) -> nn.Module:
     """``model``, once its sizes agree with the data's where both state them as attributes.
 
     Raises:
-        ConfigError: they disagree; the fix names the override.
+        ConfigError: they disagree; the fix names the override. Or it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}, which is no torch.nn.Module",
+            fix="choose the task that it is for (model=hf: task=hf_lm or task=hf_classification)",
+        )
     for name, fact, agrees in _RULES:
         has, wants = getattr(model, name, None), getattr(data, fact, None)
         if has is not None and wants is not None and not agrees(has, wants):

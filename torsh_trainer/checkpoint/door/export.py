@@ -7,7 +7,6 @@ Needs memory for the weights (hf: for one shard), and for the optimizer's state 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import shutil
@@ -20,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torsh_trainer.checkpoint.door import companions
 from torsh_trainer.checkpoint.door.contents import Contents, Entry
 from torsh_trainer.checkpoint.marks import unmarked
 from torsh_trainer.checkpoint.store.places import Location
@@ -120,9 +120,9 @@ def export(checkpoint: Location, wanted: Export) -> tuple[list[Path], list[str]]
     notes = _notes(contents, wanted)
     try:
         if wanted.format == "hf":
-            config = _config(contents, wanted)
-            written = _write_folder(contents, weights, wanted, shard_bytes, config)
-            if config is None:
+            beside = companions.files(contents, wanted.config)
+            written = _write_folder(contents, weights, wanted, shard_bytes, beside)
+            if companions.CONFIG not in beside:
                 notes.append("no config.json: give the model's with --config FILE")
         else:
             written = [_write_file(contents, weights, wanted)]
@@ -146,6 +146,8 @@ def _chosen(contents: Contents, wanted: Export) -> dict[str, Entry]:
                 fix="leave --ema out; trainer.ema_decay=0.999 keeps one",
             )
         weights |= contents.averages_by_name()
+    if wanted.format == "hf":
+        weights = {n: entry for n, entry in weights.items() if n not in companions.tied(contents)}
     chosen = {
         wanted.name(name): entry for name, entry in weights.items() if name.startswith(wanted.strip)
     }
@@ -421,7 +423,7 @@ def _write_folder(
     chosen: Mapping[str, Entry],
     wanted: Export,
     shard_bytes: int,
-    config: bytes | None,
+    beside: Mapping[str, bytes],
 ) -> list[Path]:
     """The folder appears whole; in one that is there, files change one by one, the index last."""
     output = wanted.output
@@ -429,9 +431,9 @@ def _write_folder(
     with _beside(output) as temporary:
         temporary.mkdir()
         names = _write_shards(contents, chosen, wanted, shard_bytes, temporary)
-        if config is not None:
-            (temporary / "config.json").write_bytes(config)
-            names.insert(0, "config.json")
+        for name, content in beside.items():
+            (temporary / name).write_bytes(content)
+        names = [*beside, *names]
         for name in names:
             _sync(temporary / name)
         sync_folder(temporary)
@@ -489,39 +491,6 @@ def _shards(
         shard[name] = entry
         size += entry.numbers * itemsize
     yield shard
-
-
-def _config(contents: Contents, wanted: Export) -> bytes | None:
-    """The model's config.json: the file named, else one within the run's own configuration.
-
-    Raises:
-        ConfigError: the file is not there, or is none.
-    """
-    if wanted.config is None:
-        return _own_config(contents)
-    path = wanted.config / "config.json" if wanted.config.is_dir() else wanted.config
-    try:
-        text = path.read_bytes()
-        if not isinstance(json.loads(text), dict):
-            raise ValueError
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}", fix="correct the path") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"--config {path} is no config.json", fix="save one with model.config.to_json_file"
-        ) from error
-    return text
-
-
-def _own_config(contents: Contents) -> bytes | None:
-    """A Hugging Face configuration (it has a ``model_type``) among the options of the model."""
-    model = contents.plain.get("config", {})
-    for key in ("model", "config"):
-        model = model.get(key) if isinstance(model, Mapping) else None
-        if isinstance(model, Mapping) and "model_type" in model:
-            plain = {k: v for k, v in model.items() if not k.startswith("_")}
-            return strict_json(plain).encode()
-    return None
 
 
 def _save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Hugging Face models as tasks: causal language models and sequence classification."""
