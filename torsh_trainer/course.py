@@ -144,8 +144,8 @@ class OwnLoop(abc.ABC):
     wants_stop: bool = False
     """A callback has had enough before the first step."""
 
-    feed_state: Mapping[str, Any]
-    """What the data of training goes on from, as far as it has a state of its own."""
+    feed_state: Mapping[str, Any] | None
+    """What the data of training goes on from beside the position; None: the position alone."""
 
     gradient_traffic: Mapping[str, float | None]
     """Bytes of gradients a step on this rank's wire; None where nobody counts."""

@@ -83,7 +83,7 @@ class Loop:
     saved: str | None = None
     samples_per_s: float | None = None
     feed: TrainFeed | None = None
-    feed_state: Mapping[str, Any] = field(default_factory=dict)
+    feed_state: Mapping[str, Any] | None = None
     wants_stop: bool = False
     membership: Membership = field(default_factory=Membership)
 

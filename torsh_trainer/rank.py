@@ -369,7 +369,7 @@ class Rank:
             if self.changes_loaded:
                 trust.tell_changes(self.changes_loaded)
         if any(one.word == "data" for one in resumption.comparison.allowed):
-            loop.feed_state = {}  # it is of other data, or of another order of them
+            loop.feed_state = None  # it is of other data, or of another order of them
         log.info("resumed from %s at step %d", path, loop.position.step)
         if self.trains:
             resume.apply_settings(self.engine, self.origin.setup, self.setup)

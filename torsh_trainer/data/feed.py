@@ -23,7 +23,15 @@ from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE
 from torsh_trainer.data.batch import MicroBatch, Place, Step
 from torsh_trainer.data.draws import Failed, seed_draws
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, Share, StepPlan, mix
+from torsh_trainer.data.sampler import (
+    Cut,
+    ForwardKeys,
+    GlobalSampler,
+    Share,
+    StepPlan,
+    is_listed,
+    mix,
+)
 from torsh_trainer.data.splits import dataset_of
 from torsh_trainer.data.stream import Stream, digest
 from torsh_trainer.data.weighting import drawable, sample_weights_of
@@ -73,6 +81,7 @@ class TrainFeed:
             raise ConfigError("the task has no training data", fix="give task.data a train dataset")
         self.steps_per_epoch: int | None = None
         self._stream: Stream | None = None
+        self._order: dict[str, Any] = {}
         if isinstance(dataset, IterableDataset):
             self._stream = Stream(
                 dataset,
@@ -92,7 +101,10 @@ class TrainFeed:
         weights = sample_weights_of(task, len(dataset), seed=seed) if loading.weighted else None
         if overfit_batches is not None:
             dataset = _First(dataset, overfit_batches * cut.batch_size)
-        sampler = _sampler(dataset, loading, cut, seed, weights)
+        sampler = replace(
+            _sampler(dataset, loading, cut, seed, weights), listed=is_listed(state, consumed)
+        )
+        self._order = sampler.orders.state
         self.steps_per_epoch = sampler.steps_per_epoch
         self._loaded = _loaded(sampler, dataset, collate_of(task), loading, comm.device, consumed)
 
@@ -102,10 +114,12 @@ class TrainFeed:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed feed needs beside the position, as of the step handed out last.
 
-        Plain values and tensors, the same on every rank; {} where the position alone says all, as
-        it does for every map-style dataset. Collective over the ranks.
+        Plain values and tensors, the same on every rank; {} where the position alone says all.
+        Collective over the ranks.
         """
-        state = {} if self._stream is None else self._stream.state
+        if self._stream is None:
+            return self._order
+        state = self._stream.state
         if state and self._comm.world.size > 1:
             digests = self._comm.all_gather_object(digest(state))
             if len(set(digests)) > 1 and self._comm.world.is_main:

@@ -1,19 +1,30 @@
 """The global order of samples: a function of (seed, epoch) alone, cut by position.
 
-World size, micro-batch size and accumulation change who sees a sample, never when it comes. The
-position is one integer, the samples consumed so far.
+Up to ``LISTED`` samples an order is torch's, as a list; beyond, it is computed from the position
+(``by_position``), in memory that does not grow with the samples. World size, micro-batch size and
+accumulation change who sees a sample, never when it comes. The position is one integer, the samples
+consumed so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torsh_trainer.data.batch import Place, Samples
+from torsh_trainer.data.by_position import ROUNDS, Computed, draws, permutation
+
+LISTED = 1 << 20
+"""Samples up to which an order is a list, unless a checkpoint says otherwise."""
+
+MOST_LISTED = 1 << 24
+"""As many as ``torch.multinomial`` draws from."""
 
 _MASK = (1 << 64) - 1
 _KEY = _MASK >> 1
@@ -56,19 +67,94 @@ class ForwardKeys:
 def epoch_order(
     size: int, *, seed: int, epoch: int, shuffle: bool, weights: Tensor | None = None
 ) -> list[int]:
-    """Sample ids in the order of an epoch, length ``size``.
+    """Sample ids in the order of an epoch as a list has them, length ``size``.
 
     ``weights`` (shape (size,)) draws with replacement in proportion to them.
     """
-    generator = torch.Generator().manual_seed(mix(seed, epoch))
-    if weights is not None:
-        order = torch.multinomial(weights.double(), size, replacement=True, generator=generator)
-    elif shuffle:
-        order = torch.randperm(size, generator=generator)
-    else:
+    if weights is None and not shuffle:
         return list(range(size))
-    ids: list[int] = order.tolist()
-    return ids
+    return _listed(size, mix(seed, epoch), weights).tolist()
+
+
+def _listed(size: int, key: int, weights: Tensor | None) -> Tensor:
+    generator = torch.Generator().manual_seed(key)
+    if weights is None:
+        return torch.randperm(size, generator=generator)
+    return torch.multinomial(weights.double(), size, replacement=True, generator=generator)
+
+
+class Order(Protocol):
+    """The sample ids of an epoch."""
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Those at the positions from ``start`` up to ``stop``."""
+
+
+class _AsTheyCome:
+    def ids(self, start: int, stop: int) -> list[int]:
+        return list(range(start, stop))
+
+
+class _List:
+    def __init__(self, ids: Tensor) -> None:
+        self._ids = ids.numpy()
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        found: list[int] = self._ids[start:stop].tolist()
+        return found
+
+
+class Orders:
+    """The order of every epoch of ``size`` samples.
+
+    ``weights`` (shape (size,)) draws with replacement in proportion to them. ``listed`` says
+    whether an order is a list; None decides by the size.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Tensor | None = None,
+        listed: bool | None = None,
+    ) -> None:
+        self._size = size
+        self._seed = seed
+        self._draws = shuffle or weights is not None
+        most = MOST_LISTED if weights is not None else size
+        self._listed = size <= (LISTED if listed is None else most * listed)
+        self._weights = weights
+        self._sums = None  # added up in one order everywhere, whatever the number of threads
+        if weights is not None and not self._listed:
+            self._sums = np.cumsum(weights.double().numpy())
+
+    def of_epoch(self, epoch: int) -> Order:
+        if not self._draws:
+            return _AsTheyCome()
+        key = mix(self._seed, epoch)
+        if self._listed:
+            return _List(_listed(self._size, key, self._weights))
+        if self._sums is not None:
+            return Computed(draws(self._sums, key), self._size)
+        keys = [mix(key, number) for number in range(ROUNDS)]
+        return Computed(permutation(self._size, keys), self._size)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to say, for ``is_listed``; {} of a list."""
+        return {} if self._listed or not self._draws else {"order": "computed"}
+
+
+def is_listed(state: Mapping[str, Any] | None, consumed: int) -> bool | None:
+    """How a run goes on after ``consumed`` samples, from a checkpoint that holds ``state``.
+
+    Every order was a list once, and of those a checkpoint says nothing. None: nothing says it.
+    """
+    if state is None or not consumed:
+        return None
+    return state.get("order") != "computed"
 
 
 class Share(NamedTuple):
@@ -135,7 +221,7 @@ class GlobalSampler:
     """Plans of the steps from a position on, without end.
 
     ``size`` is the number of training samples; with ``drop_last`` an epoch ends at its last whole
-    global batch.
+    global batch. ``weights`` and ``listed`` are those of ``Orders``.
     """
 
     size: int
@@ -144,6 +230,17 @@ class GlobalSampler:
     shuffle: bool = True
     drop_last: bool = False
     weights: Tensor | None = None
+    listed: bool | None = None
+
+    @cached_property
+    def orders(self) -> Orders:
+        return Orders(
+            self.size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            weights=self.weights,
+            listed=self.listed,
+        )
 
     @property
     def epoch_size(self) -> int:
@@ -160,15 +257,10 @@ class GlobalSampler:
         size, batch = self.epoch_size, self.cut.batch_size
         epoch, position = divmod(consumed, size)
         while True:
-            order = epoch_order(
-                self.size,
-                seed=self.seed,
-                epoch=epoch,
-                shuffle=self.shuffle,
-                weights=self.weights,
-            )
+            order = self.orders.of_epoch(epoch)
             while position < size:
-                ids = order[position : min(position + batch, size)]
+                ids = order.ids(position, min(position + batch, size))
                 position += len(ids)
                 yield StepPlan(epoch, self.cut.shares(ids), len(ids), position >= size)
             epoch, position = epoch + 1, 0
+            del order  # a list goes before the next one is made

@@ -9,9 +9,6 @@ from torsh_trainer.data.splits import making_data
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.task import Task
 
-MOST_CATEGORIES = 2**24
-"""As many as torch.multinomial draws from."""
-
 
 def sample_weights_of(task: Task, size: int, *, seed: int) -> Tensor:
     """The data source's weights of its ``size`` training samples, shape (size,), float64.
@@ -45,16 +42,15 @@ def sample_weights_of(task: Task, size: int, *, seed: int) -> Tensor:
 
 
 def drawable(weights: Tensor, what: str) -> Tensor:
-    """``weights``, where torch can draw in proportion to them.
+    """``weights``, where samples can be drawn in proportion to them.
 
     Raises:
-        ConfigError: all of them are 0, or there are too many.
+        ConfigError: all of them are 0, or they add up to more than a number holds.
     """
-    if len(weights) > MOST_CATEGORIES:
+    if weights.sum().isinf():
         raise ConfigError(
-            f"data.weighted=true over {len(weights):,} samples: torch draws from at most "
-            f"{MOST_CATEGORIES:,}",
-            fix="set data.weighted=false, and weigh the loss instead",
+            f"{what} of the data source add up to more than a 64-bit number holds",
+            fix="divide them all by the largest: only their proportions matter",
         )
     if not weights.sum() > 0:
         raise ConfigError(

@@ -33,6 +33,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from torsh_trainer.data import sampler
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.task import Task
 
@@ -64,6 +65,41 @@ def test_a_loader_keeps_all_but_its_order(tmp_path):
     here = Data(noise=0.1, collate_fn=stacked, drop_last=True)
     here.rows.rows += 1.0
     assert run(tmp_path / "here", ours(data=lambda: here))["loss"] == worked["loss"]
+
+
+MANY = sampler.LISTED + TRAIN
+
+
+class Million(Rows):
+    """More rows than an order is a list of."""
+
+    def __len__(self) -> int:
+        return MANY
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.rows[index % len(self.rows)]
+
+
+class Many(Data):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = Million(TRAIN)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["computed", "from before"])
+def test_a_run_over_many_samples_goes_on_in_the_order_that_it_has(listed, tmp_path, monkeypatch):
+    def trained(name: str, steps: int, **knobs: Any) -> list[float]:
+        limits = {"max_epochs": None, "max_steps": steps}
+        return run(tmp_path / name, ours(data=Many), every=3, **limits, **knobs)["loss"]
+
+    computed = trained("computed", 6)
+    if listed:  # as a release that knew nothing else would have begun
+        monkeypatch.setattr(sampler, "LISTED", MANY)
+    whole = trained("whole", 6)
+    assert (whole == computed) != listed
+    trained("cut", 3)
+    monkeypatch.undo()
+    assert trained("cut", 6, resume="auto")[-3:] == whole[-3:]
 
 
 class Stream(IterableDataset[Tensor]):

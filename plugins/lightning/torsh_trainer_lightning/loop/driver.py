@@ -74,7 +74,7 @@ class LightningLoop(OwnLoop, Host):
     ) -> None:
         self.position = Position()
         self.metrics = {}
-        self.feed_state: Mapping[str, Any] = {}
+        self.feed_state: Mapping[str, Any] | None = {}
         self.engine = parts.engine
         self.clip = clip
         self.skipped = 0
@@ -192,6 +192,7 @@ class LightningLoop(OwnLoop, Host):
         check_data(
             own.get("data", {}), data, middle=middle, step=self.position.step, allow=self._allow
         )
+        self._order.go_on(own.get("data", {}))
         connector = facade._logger_connector
         connector._callback_metrics.update(own["callback_metrics"])
         connector._logged_metrics.update(own["logged_metrics"])

@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from torsh_trainer.data.feed import Seeded
-from torsh_trainer.data.sampler import Cut, epoch_order
+from torsh_trainer.data.sampler import Cut, Orders
 from torsh_trainer.errors import Unsupported
 
 Place = Callable[[], tuple[int, int]]
@@ -28,30 +28,24 @@ class Batches:
     """This process's part of each batch of an epoch: what a loader of torch's takes for its sampler
     of batches.
 
-    ``size`` is that of the dataset, of which an epoch has ``kept`` samples. ``cut`` says how they
-    are taken apart: what lies between two ``cut.batch_size`` is one batch here. ``keyed`` gives
-    samples with their epoch. ``place`` says where an epoch begins, else it begins at its first
-    batch, and is that of ``set_epoch``.
+    ``orders`` are those of the dataset, of which an epoch has ``kept`` samples. ``cut`` says how
+    they are taken apart: what lies between two ``cut.batch_size`` is one batch here. ``keyed``
+    gives samples with their epoch. ``place`` says where an epoch begins, else it begins at its
+    first batch, and is that of ``set_epoch``.
     """
 
     def __init__(
         self,
-        size: int,
+        orders: Orders,
         cut: Cut,
         *,
         kept: int,
-        seed: int,
-        shuffle: bool,
-        weights: Tensor | None,
         keyed: bool,
         place: Place | None,
     ) -> None:
         self.cut = cut
-        self._size = size
+        self.orders = orders
         self._kept = kept
-        self._seed = seed
-        self._shuffle = shuffle
-        self._weights = weights
         self._keyed = keyed
         self._place = place
         self._epoch = 0
@@ -78,12 +72,10 @@ class Batches:
         return self._from(epoch, first)  # where training is now, not when it asks for a batch
 
     def _from(self, epoch: int, first: int) -> Iterator[list[Any]]:
-        order = epoch_order(
-            self._size, seed=self._seed, epoch=epoch, shuffle=self._shuffle, weights=self._weights
-        )[: self._kept]
-        batch = self.cut.batch_size
+        order, batch = self.orders.of_epoch(epoch), self.cut.batch_size
         for index in range(first, len(self)):
-            (share,) = self.cut.shares(order[index * batch : (index + 1) * batch])
+            ids = order.ids(index * batch, min((index + 1) * batch, self._kept))
+            (share,) = self.cut.shares(ids)
             yield [(epoch, sample) for sample in share.ids] if self._keyed else share.ids
 
 

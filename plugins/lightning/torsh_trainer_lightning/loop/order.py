@@ -11,6 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torsh_trainer.data.batch import MicroBatch, Samples
 from torsh_trainer.data.batch import Place as PlaceInStep
 from torsh_trainer.data.feed import seeds_samples
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, ForwardKeys
+from torsh_trainer.data.sampler import Cut, ForwardKeys, Orders, is_listed
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies.base import Mesh
@@ -120,6 +121,9 @@ class Order:
         there is its loader. ``accumulate`` batches make a step."""
         return {}
 
+    def go_on(self, saved: Mapping[str, Any]) -> None:
+        """Takes the order of the run that was saved with these ``facts``."""
+
 
 class GlobalOrder(Order):
     """One order of all samples by ``seed`` and epoch, cut over processes by position.
@@ -136,6 +140,8 @@ class GlobalOrder(Order):
         self._seed = seed
         self._keys = ForwardKeys(seed)
         self._training: Batches | None = None
+        self._orders = partial(Orders, 0, seed=seed, shuffle=False)
+        self._listed: bool | None = None
         self._facts: dict[str, Any] = {}
         self._total = 0
 
@@ -219,9 +225,16 @@ class GlobalOrder(Order):
     def facts(self, accumulate: int) -> dict[str, Any]:
         if not self._facts:  # nothing trains
             return {}
+        assert self._training is not None
         batch: int = self._facts["batch_size"]
         facts = {f"data.{name}": fact for name, fact in self._facts.items()}
+        facts |= {f"data.{name}": fact for name, fact in self._training.orders.state.items()}
         return {**facts, "data.batch_size": batch * accumulate, "trainer.accumulate": accumulate}
+
+    def go_on(self, saved: Mapping[str, Any]) -> None:
+        self._listed = is_listed({"order": saved.get("data.order")}, 1)
+        if self._training is not None:
+            self._training.orders = self._orders(listed=self._listed)
 
     # -- loaders --------------------------------------------------------------------------------
 
@@ -247,18 +260,16 @@ class GlobalOrder(Order):
             cut, place = Cut(batch * ranks, batch, ranks, rank), None
         keyed, weights = seeds_samples(loader.dataset, Loading()), weights_of(loader)
         shuffle = type(loader.sampler) is RandomSampler
+        orders = partial(Orders, size, seed=self._seed, shuffle=shuffle, weights=weights)
         batches = Batches(
-            size,
+            orders(listed=self._listed if trains else None),
             cut,
             kept=kept,
-            seed=self._seed,
-            shuffle=shuffle,
-            weights=weights,
             keyed=keyed,
             place=place,
         )
         if trains:
-            self._training = batches
+            self._training, self._orders = batches, orders
             self._facts = {
                 "samples": size,
                 "shuffle": shuffle,
