@@ -97,8 +97,10 @@ class Pace:
                     fix="choose the schedule that it was saved with",
                 ) from error
             return
-        # The optimizer came with what the schedule of the run that was saved had made of it.
         pure = self._running is None and state["running"] == {}
+        if pure and self._pure is not None:
+            return  # the rates of the last update, which a save before the next one holds as well
+        # The optimizer came with what the schedule of the run that was saved had made of it.
         settings = ("lr",) if pure else _SCHEDULED
         for group, first in zip(self._groups, self._first, strict=True):
             group.update({key: first[key] for key in settings if key in first})

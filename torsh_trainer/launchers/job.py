@@ -25,6 +25,7 @@ from torsh_trainer.errors import Interrupted, ResourceError, WorkerError
 from torsh_trainer.launchers.failures import Failure, root_cause
 from torsh_trainer.launchers.inside import Handles, Payload
 from torsh_trainer.launchers.messages import Inbox
+from torsh_trainer.launchers.oom import OomKills
 from torsh_trainer.launchers.sending import pickled_call
 from torsh_trainer.world import World
 
@@ -44,10 +45,6 @@ UNKILLABLE_S = 10.0
 """A process may hang in the kernel (a dead network drive), where SIGKILL does not reach it."""
 TAIL_LINES = 20
 
-SIGKILL_HINT = (
-    "when nobody killed it by hand, memory ran out (see dmesg): use fewer processes or a smaller "
-    "data.batch_size"
-)
 SIGBUS_HINT = "shared memory is usually full: fewer data workers, or a larger /dev/shm"
 
 
@@ -129,6 +126,7 @@ class _Worker:
     answer: bytes | None = None
     failure: Failure | None = None
     ended: bool = False
+    oom_kills: OomKills = field(default_factory=OomKills)
 
     def listen(self) -> None:
         """Takes what has arrived, and notices the end of the process."""
@@ -169,9 +167,9 @@ class _Worker:
         return self.stack.read().decode(errors="replace").strip()
 
     def _death(self, code: int) -> Failure:
-        hints = {-signal.SIGKILL: SIGKILL_HINT, -signal.SIGBUS: SIGBUS_HINT}
+        hint = {-signal.SIGKILL: self.oom_kills.since, -signal.SIGBUS: lambda: SIGBUS_HINT}
         output = "its last output is above" if self.speaks else f"its last output is in {self.log}"
-        fix = "; ".join(filter(None, [hints.get(code), output]))
+        fix = "; ".join(filter(None, [hint.get(code, str)(), output]))
         if code < 0:
             sentence = f"rank {self.rank} was killed by {_exit_words(code)}"
         else:
