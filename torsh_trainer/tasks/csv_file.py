@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.files import check_plain
 from torsh_trainer.tasks.sources import (
     LoadedOnUse,
     Splits,
@@ -205,6 +206,7 @@ class _Standardise:
 
 def _read(path: str, delimiter: str) -> Columns:
     """Column name -> its cells."""
+    check_plain(Path(path))
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file, delimiter=delimiter))
