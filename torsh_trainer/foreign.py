@@ -11,7 +11,7 @@ from torsh_trainer.errors import ConfigError
 
 _LONGEST_WORD = 400
 _LONGEST_LINE = 4000
-_MOST_CONTAINERS = 1_000_000
+_MOST_CONTAINERS = 500_000
 
 _ODD = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
