@@ -11,6 +11,7 @@ from torsh_trainer import __version__, registry
 from torsh_trainer.config import command_line, help, tracebacks
 from torsh_trainer.config.roots import find_roots
 from torsh_trainer.errors import ConfigError, Interrupted, TorshError
+from torsh_trainer.foreign import readable
 from torsh_trainer.masking import masked_text
 
 
@@ -171,7 +172,7 @@ def _refuse_a_misspelt_verb(line: command_line.CommandLine) -> None:
 def _told(error: TorshError, *, debug: bool) -> int:
     if debug:
         tracebacks.show(error)
-    print(f"error: {masked_text(str(error))}", file=sys.stderr)
+    print(f"error: {readable(masked_text(str(error)))}", file=sys.stderr)
     return int(getattr(error, "cause_exit_code", error.exit_code))
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import pickle
 import re
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
+from torsh_trainer.foreign import check_nest
 from torsh_trainer.lookup import matching, no_match, shown
 
 NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "params")
@@ -25,8 +27,13 @@ NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "params")
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and a LightningModule put before the names of a model."""
 
+
 SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 """What files of weights are usually called."""
+
+_SWELLS, _SMALL_BYTES = 8, 2**28
+"""So many times its size, and so much besides, a file may come to in memory."""
+
 
 _IN_FOLDER = (
     "model.safetensors",
@@ -244,19 +251,27 @@ def _file_in(folder: Path) -> Path:
 
 def _open_shards(index: Path) -> dict[str, Stored]:
     try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        where = json.loads(index.read_text())["weight_map"]
+        files = sorted({*where.values()})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{index} is not an index of shards", fix="it needs a weight_map"
         ) from error
     stored: dict[str, Stored] = {}
     for name in files:
-        if Path(name).name != name or name.endswith(".index.json"):
+        if not isinstance(name, str) or not name.isprintable():
+            raise ConfigError(f"{index} names a shard {name!r}", fix="it needs names of files")
+        if name in ("", "..") or Path(name).name != name or name.endswith(".index.json"):
             raise ConfigError(
                 f"{index} names a shard outside its folder: {name}",
                 fix="shards lie beside their index",
             )
         stored.update(open_weights(index.with_name(name)))
+    if missing := [str(name) for name in where if name not in stored]:
+        raise ConfigError(
+            f"{index} names tensors that no shard holds: {shown(missing)}",
+            fix="copy the shards again",
+        )
     return stored
 
 
@@ -308,12 +323,63 @@ def read_torch(path: Path) -> Any:
     Raises:
         ConfigError: it cannot be read, or only by running code.
     """
+    check_archive(path)
     try:
-        return _load_torch(path)
+        content = _load_torch(path)
     except pickle.UnpicklingError as error:
         raise (_refused_code(path, str(error)) or _unreadable(path, error)) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError) as error:
+    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _unreadable(path, error) from error
+    check_content(content, path)
+    return content
+
+
+def check_archive(path: Path) -> None:
+    """Refuses a zip archive that unpacks to far more than it is; torch.save compresses nothing.
+
+    Raises:
+        ConfigError: it does.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(part.file_size for part in archive.infolist())
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return  # from before the zip format, or no archive: whoever reads it says so
+    _refuse_bloated(unpacked, path, "unpacks to")
+
+
+def check_content(content: Any, path: Path) -> None:
+    """Refuses what a small file can hold and memory cannot, before anything is copied.
+
+    Raises:
+        ConfigError: dicts and lists hold themselves, tensors have no values (device meta), or they
+            stand for far more numbers than the file has: ``torch.zeros(1).expand(10**11)``.
+    """
+    check_nest(content, path)
+    found, count = [content], 0
+    while found:
+        value = found.pop()
+        if isinstance(value, Tensor):
+            if value.is_meta:
+                raise ConfigError(
+                    f"{path} has tensors without values (device meta)",
+                    fix="save the model once its weights are there",
+                )
+            count += value.numel() * value.element_size()
+        elif isinstance(value, Mapping):
+            found += value.values()
+        elif isinstance(value, list | tuple):
+            found += value
+    _refuse_bloated(count, path, "stands for tensors of")
+
+
+def _refuse_bloated(count: int, path: Path, what: str) -> None:
+    size = path.stat().st_size
+    if count > _SWELLS * size + _SMALL_BYTES:
+        raise ConfigError(
+            f"{path} has {size / 2**20:,.1f} MiB, and {what} {count / 2**20:,.0f} MiB",
+            fix="save it once more with torch.save, of tensors that are contiguous",
+        )
 
 
 def _refused_code(path: Path, reason: str) -> ConfigError | None:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from torsh_trainer.callbacks.base import RunInfo
+from torsh_trainer.foreign import escaped
 from torsh_trainer.masking import masked_url
 
 
@@ -46,7 +47,7 @@ def size(count: float) -> str:
 def nearby(path: str | Path) -> str:
     """``path`` as seen from the current directory, where it lies below it."""
     path, url = Path(path), masked_url(str(path))
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else url)
+    return escaped(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else url))
 
 
 def batch_arithmetic(info: RunInfo) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torsh_trainer.comm.bench import FLAT
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.files import check_plain
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class AlgorithmTable:
             ResourceError: the file cannot be read.
             ConfigError: it is no such file.
         """
+        check_plain(Path(path))
         try:
             content = json.loads(Path(path).read_text("utf-8"))
             return cls.from_records(content["records"], backend=backend, world_size=world_size)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.files import write_text
+from torsh_trainer.foreign import escaped, readable
 from torsh_trainer.report.charts import charts_of
 from torsh_trainer.report.page import page_of
 from torsh_trainer.report.png import write_png
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     charts = charts_of(runs)
     for run in runs:
         for problem in run.problems:
-            print(f"{run.path}: {problem}", file=sys.stderr)
+            print(readable(f"{run.path}: {problem}"), file=sys.stderr)
     if not charts and not any(run.result.get("error") for run in runs):
         raise _nothing_to_draw(runs)
     output = _output(options.output, options.runs)
@@ -36,11 +37,11 @@ def main(argv: Sequence[str]) -> int:
     # A name in a file may hold half of a character, which no file can.
     page = page.encode("utf-8", "replace").decode()
     write_text(output, page, fix="choose another place with --output")
-    print(output)
+    print(escaped(str(output)))
     if options.png and charts:
         picture = output.with_suffix(".png")
         write_png(runs, charts, picture)
-        print(picture)
+        print(escaped(str(picture)))
     return 0
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.files import disk_error
+from torsh_trainer.foreign import escaped
 from torsh_trainer.masking import masked_text
 from torsh_trainer.world import World
 
@@ -64,7 +65,7 @@ def _number(level: str) -> int:
 
 class _Masked(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return masked_text(super().format(record))
+        return escaped(masked_text(super().format(record)))
 
 
 def _formatter(world: World) -> logging.Formatter:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.files import check_plain
 from torsh_trainer.tasks.sources import (
     LoadedOnUse,
     Splits,
@@ -209,6 +210,7 @@ def read_table(path: str, delimiter: str) -> Columns:
     Raises:
         ConfigError: there is no such file, or it is no table with a header.
     """
+    check_plain(Path(path))
     try:
         with Path(path).open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file, delimiter=delimiter))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.files import write_text
+from torsh_trainer.foreign import readable
 from torsh_trainer.translate import report
 from torsh_trainer.translate.deepspeed import versions
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         text = report.as_html(plan) if html else report.as_json(plan)
         write_text(options.report, text, fix=ELSEWHERE)
     width = shutil.get_terminal_size((_WIDE, 24)).columns
-    sys.stdout.write(table_of(plan, width=width))
+    sys.stdout.write(readable(table_of(plan, width=width)))
     if options.output is not None:
         print(f"\n{options.output}: run it with +recipe={options.output} and a task")
     return plan.exit_code

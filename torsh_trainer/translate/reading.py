@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.files import check_plain
 from torsh_trainer.translate import lenient_json, yaml_places
 from torsh_trainer.translate.nodes import Entry, Node, node_of
 
@@ -114,11 +115,12 @@ def text_of(path: Path) -> str:
     """The text of a file.
 
     Raises:
-        ConfigError: it is a folder, too large for a configuration, or no text.
+        ConfigError: it is a folder or a pipe, too large for a configuration, or no text.
         ResourceError: it cannot be read.
     """
     if path.is_dir():
         raise ConfigError(f"{path} is a folder", fix="name the configuration file in it")
+    check_plain(path)
     try:
         size = path.stat().st_size
         if size > LARGEST_BYTES:

@@ -17,11 +17,20 @@ import yaml
 
 from torsh_trainer.checkpoint.door import inspection
 from torsh_trainer.checkpoint.door.inspection import Look
-from torsh_trainer.checkpoint.door.printing import counted, number, size, table, when
+from torsh_trainer.checkpoint.door.printing import (
+    counted,
+    number,
+    print_json,
+    say,
+    size,
+    table,
+    when,
+)
 from torsh_trainer.checkpoint.store.places import Location, location
 from torsh_trainer.checkpoint.store.retention import is_name
 from torsh_trainer.errors import ConfigError, TorshError, nearest
-from torsh_trainer.files import disk_error, strict_json
+from torsh_trainer.files import disk_error
+from torsh_trainer.foreign import escaped
 
 FORMATS = ("safetensors", "torch", "lightning", "hf")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -64,7 +73,7 @@ def _list(options: argparse.Namespace) -> int:
     if options.json:
         looks = [one for looks in folders.values() for one in looks]
         looks += [Look(path, None, error.sentence) for path, error in unread.items()]
-        print(strict_json([_listed(one) for one in looks]))
+        print_json([_listed(one) for one in looks])
         return _told(unread)
     for i, (folder, looks) in enumerate(folders.items()):
         # Of checkpoints that were named one by one, nobody looked at their neighbours.
@@ -72,7 +81,7 @@ def _list(options: argparse.Namespace) -> int:
         latest = None if chosen else inspection.newest(looks)
         rows = [_row(one, newest=one is latest) for one in looks]
         head = ["step", "saved", "processes", "strategy", "size", "metrics", "state"]
-        print(*([""] if i else []), folder, *table([head, *rows], right=(0, 2, 4)), sep="\n")
+        say(*([""] if i else []), folder, *table([head, *rows], right=(0, 2, 4)))
     return _told(unread)
 
 
@@ -118,12 +127,12 @@ def _show(options: argparse.Namespace) -> int:
     contents = Contents.open(found, verified=False)
     entries = showing.selected(contents, options.only)
     if options.json:
-        print(strict_json(showing.as_values(contents, entries)))
+        print_json(showing.as_values(contents, entries))
         return 0
     width = shutil.get_terminal_size((100, 24)).columns
     every = options.all or options.only is not None
     lines = showing.as_text(contents, entries, every=every, pieces=options.pieces, width=width)
-    print("\n".join(lines))
+    say(*lines)
     return 0
 
 
@@ -132,14 +141,14 @@ def _verify(options: argparse.Namespace) -> int:
     verdicts = [inspection.examine(one.path) for looks in folders.values() for one in looks]
     for verdict in verdicts:
         if verdict.damages:
-            print(f"{'newer  ' if verdict.newer else 'damaged'}  {verdict.path}")
+            say(f"{'newer  ' if verdict.newer else 'damaged'}  {verdict.path}")
         else:
             files = counted(verdict.files, "file")
-            print(f"whole    {verdict.path} ({files}, {size(verdict.size_bytes)})")
+            say(f"whole    {verdict.path} ({files}, {size(verdict.size_bytes)})")
         for damage in verdict.damages:
-            print(f"         {damage}")
+            say(f"         {damage}")
         if verdict.strangers:
-            print(f"         not part of it: {', '.join(verdict.strangers)}")
+            say(f"         not part of it: {', '.join(verdict.strangers)}")
     damaged = 1 if any(verdict.damages for verdict in verdicts) else 0
     return max(damaged, _told(unread))
 
@@ -175,11 +184,11 @@ def _diff(options: argparse.Namespace) -> int:
     one, other = (Contents.open(path, verified=True) for path in paths)
     found = comparing.compare(one, other, pattern=options.only)
     if options.json:
-        print(strict_json(comparing.as_values(found)))
+        print_json(comparing.as_values(found))
     else:
         width = shutil.get_terminal_size((100, 24)).columns
         lines = comparing.as_text(found, top=options.top, by=options.by, width=width)
-        print("\n".join(lines))
+        say(*lines)
     return 1 if options.exit_code and not found.same else 0
 
 
@@ -205,7 +214,7 @@ def _export(options: argparse.Namespace) -> int:
     )
     written, notes = export.export(found, wanted)
     _tell(notes)
-    print(*written, sep="\n")
+    print(*map(escaped, map(str, written)), sep="\n")
     return 0
 
 
@@ -224,13 +233,13 @@ def _import(options: argparse.Namespace) -> int:
     )
     written, notes = importing.import_file(wanted)
     _tell(notes)
-    print(written)
+    print(escaped(str(written)))
     return 0
 
 
 def _tell(notes: Iterable[str]) -> None:
     for note in notes:
-        print(note, file=sys.stderr)
+        say(note, file=sys.stderr)
 
 
 def _places(options: argparse.Namespace) -> list[Location]:

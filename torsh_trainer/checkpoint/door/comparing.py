@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.checkpoint.door.contents import Contents, Entry
-from torsh_trainer.checkpoint.door.printing import counted, flat, number, shortened, table
+from torsh_trainer.checkpoint.door.printing import counted, flat, number, table
 from torsh_trainer.checkpoint.door.showing import selected
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.foreign import shortened
 
 _BLOCK = 1 << 20
 """So many numbers of a tensor are compared at a time, in float64."""

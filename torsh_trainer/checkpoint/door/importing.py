@@ -22,6 +22,8 @@ from torsh_trainer.checkpoint.store.places import Location
 from torsh_trainer.checkpoint.store.retention import folder_name, is_named
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.files import check_plain
+from torsh_trainer.foreign import in_words, shortened
 from torsh_trainer.lookup import shown
 from torsh_trainer.schedule.torch_scheduler import SETTINGS
 from torsh_trainer.weights import WRAPPERS, find_weights, open_weights, read_torch
@@ -34,6 +36,7 @@ OPTIMIZER_KEYS = ("optimizer_states", "optimizer", "optimizer_state_dict", "opti
 
 _SCHEDULER_KEYS = ("lr_schedulers", "lr_scheduler", "scheduler", "scheduler_state_dict")
 _STEP_KEYS = ("updates", "global_step", "step", "iteration", "iter")
+_SAID_BY = {"samples": "samples", **dict.fromkeys(_STEP_KEYS, "step")}
 _NAMES = ("main", "others")  # as OptimizerSpec.build_all calls them
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _LIGHTNING = "pytorch-lightning_version"
@@ -91,15 +94,16 @@ def import_file(wanted: Import) -> tuple[Location, list[str]]:
         ResourceError: the disk refused, or safetensors is missing.
     """
     _check_folder(wanted)
-    read = _read(wanted)
-    updates = _step(wanted, read)
-    step = _attempts(wanted, read, updates)
+    with in_words(wanted.file, "a file of torch.save, DeepSpeed or Hugging Face"):
+        read = _read(wanted)
+        updates = _step(wanted, read)
+        step = _attempts(wanted, read, updates)
+        schedule, notes = _schedule(read)
     target = wanted.output / folder_name(step)
     if target.exists():
         raise ConfigError(f"{target} exists", fix="name another folder, or another --step")
-    samples = _count(read.counts.get("samples")) if wanted.samples is None else wanted.samples
-    epoch = _count(read.counts.get("epoch")) or 0
-    schedule, notes = _schedule(read)
+    samples = _count(read, "samples") if wanted.samples is None else wanted.samples
+    epoch = _count(read, "epoch") or 0
     state = state_of(
         read.weights,
         read.optimizers,
@@ -403,6 +407,7 @@ class _Order:
 def _names_in(path: Path | None, total: int, weights: Mapping[str, Tensor]) -> list[str] | None:
     if path is None:
         return None
+    check_plain(path)
     try:
         names = path.read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
@@ -450,7 +455,7 @@ def _step(wanted: Import, read: _Read) -> int:
     if wanted.step is not None:
         return wanted.step
     for key in _STEP_KEYS:
-        count = _count(read.counts.get(key))
+        count = _count(read, key)
         if count is not None:
             return count
     steps = [
@@ -459,7 +464,10 @@ def _step(wanted: Import, read: _Read) -> int:
         for slots in state["state"].values()
         if isinstance(slots.get("step"), Tensor)
     ]
-    return max(steps, default=0)
+    updates = max(steps, default=0)
+    if updates < 0:
+        raise ConfigError(f"its optimizer counts {updates} steps", fix="give --step N")
+    return updates
 
 
 def _attempts(wanted: Import, read: _Read, updates: int) -> int:
@@ -467,11 +475,26 @@ def _attempts(wanted: Import, read: _Read, updates: int) -> int:
     return updates if wanted.step is not None else int(read.counts.get("steps", updates))
 
 
-def _count(value: Any) -> int | None:
+def _count(read: _Read, key: str) -> int | None:
+    """The count that the file keeps under ``key``; None where it keeps none.
+
+    Raises:
+        ConfigError: what it keeps there counts nothing.
+    """
+    value = read.counts.get(key)
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    return int(value) if whole else None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None or isinstance(value, bool):
+        return None
+    if not isinstance(value, int) or not 0 <= value < 2**53:
+        raise ConfigError(
+            f"{key} in the file is {shortened(str(value), 40)}, which counts nothing",
+            fix="save it with a whole number there"
+            + (f", or give --{_SAID_BY[key]} N" if key in _SAID_BY else ""),
+        )
+    return value
 
 
 def _schedule(read: _Read) -> tuple[dict[str, Any], list[str]]:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Sequence
 from datetime import datetime
+from typing import TextIO
+
+from torsh_trainer.files import strict_json
+from torsh_trainer.foreign import readable
+
+
+def say(*lines: object, file: TextIO | None = None) -> None:
+    """Prints lines in which names from files of others may stand."""
+    print(*(readable(str(line)) for line in lines), sep="\n", file=file)
+
+
+def print_json(value: object) -> None:
+    """Prints ``value`` for programs, whole; what a terminal would obey is escaped as in JSON."""
+    text = strict_json(value)
+    print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text))
 
 
 def table(
@@ -59,14 +75,6 @@ def when(saved_at: str) -> str:
 def counted(count: int, word: str) -> str:
     """``1 tensor``, ``1,024 tensors``."""
     return f"{count:,} {word}" + ("" if count == 1 else "s")
-
-
-def shortened(text: str, width: int) -> str:
-    """``text`` in at most ``width`` characters, its middle left out where it is longer."""
-    if len(text) <= width:
-        return text
-    left = (width - 3) // 2
-    return f"{text[:left]}...{text[len(text) - (width - 3 - left) :]}"
 
 
 def flat(value: object, at: str = "") -> dict[str, object]:

@@ -12,12 +12,12 @@ from torsh_trainer.checkpoint.door.printing import (
     counted,
     flat,
     number,
-    shortened,
     size,
     table,
     when,
 )
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.foreign import shortened
 from torsh_trainer.lookup import matching
 
 _LISTED_ONE_BY_ONE = 24

@@ -28,7 +28,10 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.files import check_plain
+from torsh_trainer.foreign import in_words
 from torsh_trainer.lookup import shown
+from torsh_trainer.weights import check_archive, check_content
 
 LATEST = ("latest", "latest_universal")
 _MODEL = "*_model_states.pt"
@@ -68,8 +71,9 @@ def folder_of(path: Path) -> Path | None:
         return path
     for name in LATEST:
         if (path / name).is_file():
-            tag = (path / name).read_text(encoding="utf-8").strip()
-            if not any((path / tag).glob(_MODEL)):
+            tag = (path / name).read_text(encoding="utf-8", errors="replace").strip()
+            within = tag.isprintable() and ".." not in Path(tag).parts and Path(tag) != Path()
+            if not within or Path(tag).is_absolute() or not any((path / tag).glob(_MODEL)):
                 raise ConfigError(
                     f"{path / name} names {tag!r}, and no model lies there",
                     fix=f"name the folder of a step: {path}/global_stepN",
@@ -92,6 +96,11 @@ def read(folder: Path) -> Saved:
                 "pipeline or expert parallel), which is not read in this release",
                 fix="save a checkpoint without that, or export its weights with DeepSpeed",
             )
+    with in_words(folder, "a checkpoint of DeepSpeed"):
+        return _read(folder)
+
+
+def _read(folder: Path) -> Saved:
     models = [_load(path) for path in _numbered(folder, _MODEL)]
     weights = _plain_weights(models)
     if (folder / _UNIVERSAL).is_dir():
@@ -143,19 +152,40 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _tie(weights: dict[str, Tensor], model: Mapping[str, Any]) -> None:
     """A parameter with two names is there under both."""
-    for name, first in (model.get("shared_params") or {}).items():
+    shared = model.get("shared_params") or {}
+    for name, first in shared.items():
+        if first in shared:
+            raise ConfigError(
+                f"shared_params says that {name} is {first}, and that {first} is {shared[first]}",
+                fix="the model's file is damaged: copy it again",
+            )
         if first in weights:
             weights[name] = weights[first]
 
 
 def _counts(model: Mapping[str, Any]) -> dict[str, Any]:
     """Counters by the names that other programs give them; a step that overflowed is no update."""
-    steps, skipped = int(model.get("global_steps", 0)), int(model.get("skipped_steps", 0))
+    steps, skipped = _count(model, "global_steps"), _count(model, "skipped_steps")
+    if skipped > steps:
+        raise ConfigError(
+            f"skipped_steps is {skipped} of {steps} steps in the model's file",
+            fix="copy it again",
+        )
     counts: dict[str, Any] = {"updates": steps - skipped, "steps": steps}
     for ours, theirs in (("samples", "global_samples"), ("epoch", "epoch")):
         if theirs in model:
-            counts[ours] = model[theirs]
+            counts[ours] = _count(model, theirs)
     return counts
+
+
+def _count(model: Mapping[str, Any], name: str) -> int:
+    value = model.get(name, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(
+            f"{name} is {str(value)[:40]} in the model's file, which counts nothing",
+            fix="copy it again",
+        )
+    return value
 
 
 def _names(model: Mapping[str, Any]) -> list[dict[str, tuple[int, ...]]]:
@@ -204,6 +234,11 @@ def _stages_1_and_2(
         ]
         paddings = ranks[0].get("param_alignment_paddings")
         gaps = [0] * len(named) if paddings is None else paddings[number]
+        if any(gap < 0 for gap in gaps):
+            raise ConfigError(
+                f"param_alignment_paddings has {min(gaps)} in it, which is no gap",
+                fix="the optimizer's file is damaged: copy it again",
+            )
         starts = [
             0,
             *accumulate(math.prod(s) + gap for s, gap in zip(named.values(), gaps, strict=True)),
@@ -350,6 +385,9 @@ def _is_number(value: Any) -> bool:
 # -- files ----------------------------------------------------------------------------------------
 
 
+_UNREADABLE = (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+
+
 class _Inert:
     """What an object of a class that is not known here becomes: its attributes alone."""
 
@@ -368,11 +406,15 @@ def _load(path: Path) -> Any:
         ConfigError: it cannot be read.
     """
     try:
+        check_plain(path)
         unknown = get_unsafe_globals_in_checkpoint(path)
         known: list[Any] = [(type(name.split(".")[-1], (_Inert,), {}), name) for name in unknown]
+        check_archive(path)
         with safe_globals(known):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        check_content(content, path)
+        return content
+    except (*_UNREADABLE, pickle.UnpicklingError) as error:
         if code := re.search(r"unsupported GLOBAL (\S+) whose module", str(error)):
             raise ConfigError(
                 f"{path} would run {code.group(1)} when it is read",

@@ -7,6 +7,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
@@ -32,6 +33,9 @@ ELSEWHERE = {
     "deepspeed_moe_layer_cls_names": "Accelerate reads it, not DeepSpeed",
 }
 """Keys of tools around DeepSpeed that stand beside its own."""
+
+_ADVISED = 100
+"""Unknown keys for which the nearest known one is looked up; nobody reads on."""
 
 
 @dataclass(frozen=True)
@@ -293,7 +297,7 @@ class _Reading:
         self.problem(
             place,
             f"DeepSpeed knows no key {name!r}",
-            _advice(top),
+            _advice(top, near=len(self.reported) <= _ADVISED),
             engine=strict,
             overlooked=not strict,
         )
@@ -340,31 +344,45 @@ class _Reading:
 
 def _in_strict_block(path: Path) -> bool:
     """The engine refuses unknown keys beside this one."""
-    return any(
-        key.strict and key.path[: len(path) - 1] == path[:-1] and len(path) > 1
-        for key in keys.schema().values()
-    )
+    return len(path) > 1 and path[:-1] in _strict_blocks()
 
 
-def _advice(path: Path) -> str:
-    """The nearest key, or the block that the key belongs into."""
-    name, parent = path[-1], path[:-1]
-    siblings = {
-        known[len(parent)]
-        for known in keys.schema()
-        if known[: len(parent)] == parent and len(known) > len(parent)
-    } | {alias[-1] for alias in keys.ALIASES if alias[:-1] == parent}
-    everywhere: dict[str, str] = {}
+@cache
+def _strict_blocks() -> frozenset[Path]:
+    strict = [key.path for key in keys.schema().values() if key.strict]
+    return frozenset(path[:length] for path in strict for length in range(1, len(path) + 1))
+
+
+@cache
+def _siblings(parent: Path) -> frozenset[str]:
+    """Names of keys in the block ``parent``."""
+    known = {path[len(parent)] for path in keys.schema() if path[:-1][: len(parent)] == parent}
+    return frozenset(known | {alias[-1] for alias in keys.ALIASES if alias[:-1] == parent} - {"*"})
+
+
+@cache
+def _everywhere() -> Mapping[str, str]:
+    """Every name -> the block that it is found in first."""
+    found: dict[str, str] = {}
     for known in keys.schema():
         for length in range(1, len(known) + 1):
             if known[length - 1] != "*":
-                everywhere.setdefault(known[length - 1], ".".join(known[: length - 1]))
+                found.setdefault(known[length - 1], ".".join(known[: length - 1]))
+    return found
+
+
+def _advice(path: Path, *, near: bool) -> str:
+    """The nearest key where ``near`` asks for it, or the block that the key belongs into."""
+    name, parent = path[-1], path[:-1]
+    everywhere = _everywhere()
     if parent == ("bf16",) and ("fp16", name) in keys.schema():
         return "remove it: bf16 needs no loss scale"
     if name in everywhere and (name,) != parent:
         home = everywhere[name]
         return f"it belongs into {home}" if home else "it belongs on the outermost level"
-    close = difflib.get_close_matches(name, sorted(siblings - {"*"}), n=2, cutoff=0.7)
+    if not near:
+        return "remove it"
+    close = difflib.get_close_matches(name, sorted(_siblings(parent) - {"*"}), n=2, cutoff=0.7)
     if close:
         return "did you mean " + " or ".join(repr(word) for word in close) + "?"
     far = difflib.get_close_matches(name, sorted(everywhere), n=1, cutoff=0.8)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torsh_trainer.files import write_text
+from torsh_trainer.foreign import readable
 from torsh_trainer.translate import report
 from torsh_trainer.translate.command import ELSEWHERE, check_report
 from torsh_trainer.translate.outward import accelerate, deepspeed, torchtitan
@@ -42,7 +43,8 @@ def write(native: Native, to: str, *, output: Path | None, report_file: Path | N
         html = report_file.suffix != ".json"
         text = report.as_html(plan) if html else report.as_json(plan)
         write_text(report_file, text, fix=ELSEWHERE)
-    sys.stdout.write(table_of(plan, width=shutil.get_terminal_size((_WIDE, 24)).columns))
+    width = shutil.get_terminal_size((_WIDE, 24)).columns
+    sys.stdout.write(readable(table_of(plan, width=width)))
     if output is not None:
         print(f"\n{output}: written for {plan.target}")
     return plan.exit_code
