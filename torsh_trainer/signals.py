@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -30,6 +31,8 @@ def ends_with_its_run() -> None:
 class Signals:
     """Within the block, the first stopping signal is remembered; a later SIGINT interrupts.
 
+    ``then`` is called with the number of the first.
+
     Afterwards the handlers are as before; but see ``ends_with_its_run``.
 
     One that follows within ``PATIENCE_S`` is an echo (a terminal and a wrapper may both send it).
@@ -38,7 +41,8 @@ class Signals:
     where Python allows no handlers, nothing is caught and ``received`` stays 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[int], None] | None = None) -> None:
+        self._then = then
         self.received = 0
         self._received_s = 0.0
         self._previous: dict[int, Any] = {}
@@ -64,5 +68,7 @@ class Signals:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
             self.received, self._received_s = number, time.monotonic()
+            if self._then is not None:
+                self._then(number)
         elif number == signal.SIGINT and time.monotonic() > self._received_s + PATIENCE_S:
             raise KeyboardInterrupt

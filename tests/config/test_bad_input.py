@@ -46,7 +46,7 @@ BAD = [
     (["--cfg", "jobb"], ["invalid choice", "job"]),
     (
         ["--config-path", "conf"],
-        ["--config-path is Hydra's", "write python -m torsh_trainer --config-dir conf"],
+        ["--config-path is ", "write python -m torsh_trainer --config-dir conf"],
     ),
     # values
     ([QUICK, "trainer.max_steps=abc"], ["trainer.max_steps: expected a whole number or null"]),

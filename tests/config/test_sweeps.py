@@ -179,6 +179,16 @@ def test_optuna_is_told_of_a_failed_job_and_goes_on(door, home):
     assert set(statuses) == {"done", "failed"}
 
 
+def test_a_job_that_fails_under_optuna_is_told_in_one_line(run_door, home):
+    args = ["hydra.sweeper.n_trials=1", "trainer.max_steps=choice(-2,-1)"]
+    answer = run_door(optuna(*args), home)
+    assert answer.returncode == 2
+    about = [line for line in answer.stderr.splitlines() if "A new study" not in line]
+    assert len(about) == 2, about
+    assert about[0].startswith("job 0: trainer.max_steps=-")
+    assert about[1].startswith("job 0 failed: trainer.max_steps=-")
+
+
 def test_optuna_without_any_result_ends_with_the_table(door, home):
     answer = door(*optuna("hydra.sweeper.n_trials=2", "trainer.max_steps=choice(-2,-1)"))
     assert answer.code == 2
@@ -200,6 +210,26 @@ def test_an_interrupt_ends_the_whole_sweep_with_its_table_so_far(background_door
     assert [row["status"] for row in table(home)] == ["done"]
     assert "job 1: stopped by signal 2" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2"]])
+def test_jobs_side_by_side_save_before_an_interrupt_ends_them(background_door, home, sweeper):
+    joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *sweeper]
+    typed = ["trainer.seed=1,2,3", "trainer.max_steps=1000000", "checkpoint.every_steps=9"]
+    door = background_door(QUICK, "-m", *joblib, *typed)
+    for job in range(2):
+        door.wait_for(f"runs/sweeps/*/{job}/checkpoints/step-*")
+    out, err = door.interrupted(signal.SIGINT)
+    assert door.code == 130, out + err
+    (sweep,) = home.glob("runs/sweeps/*")
+    assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]
+    for job in range(2):
+        said = json.loads((sweep / f"{job}/result.json").read_text())
+        assert "stopped by signal 2" in json.dumps(said)
+        assert list(sweep.glob(f"{job}/checkpoints/step-*"))
+        assert f"job {job}: stopped by signal 2" in err
+    assert not list(sweep.rglob("*.lock"))
+    assert "error:" not in err
 
 
 # -- the order of the table ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torsh_trainer import environments
 from torsh_trainer.checkpoint.store.lock import check_free
-from torsh_trainer.config import asking, sweep, tracebacks
+from torsh_trainer.config import asking, interrupts, sweep, tracebacks
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import GROUPS, SETTINGS
 from torsh_trainer.config.wording import as_failure, plain
@@ -135,8 +135,11 @@ class Job:
 
     # -- sweeps ---------------------------------------------------------------------------------
 
-    def _job_of_a_sweep(self, config: DictConfig, run_dir: Path) -> float | None:
+    def _job_of_a_sweep(self, config: DictConfig, run_dir: Path) -> float | Exception | None:
         hydra = HydraConfig.get()
+        if interrupts.stopped():
+            _remove_empty(run_dir)
+            return interrupts.stopped()
         own = [masked_override(text) for text in _overrides() if bare_key(text) not in self.fixed]
         print(f"job {hydra.job.num}: {' '.join(own)}", file=sys.stderr)
         found = environments.detect(os.environ)
@@ -149,14 +152,14 @@ class Job:
             value = objective(settings, self._lead(config, run_dir))
         except Interrupted as error:
             print(f"job {hydra.job.num}: {error}", file=sys.stderr)
+            if interrupts.side_by_side(hydra.launcher):
+                return interrupts.remember(error)
             raise SystemExit(error.cause_exit_code) from error
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the sweeper is told of it
             failure = _failure(error, config)
             record.failed(failure, wall_s=time.perf_counter() - began).write()
-            if sweep.is_told_of_failures(hydra.sweeper):
-                raise failure from error
             print(f"job {hydra.job.num} failed: {failure}", file=sys.stderr)
-            return float("nan")
+            return sweep.told(failure, hydra.sweeper)
         record.done(value, settings["trainer"], wall_s=time.perf_counter() - began).write()
         return value
 

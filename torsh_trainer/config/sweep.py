@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
+import logging
 import math
 import os
 import time
@@ -230,9 +231,31 @@ def direction(sweeper: DictConfig) -> Mode | None:
     return None if chosen is None else "max" if name.startswith("max") else "min"
 
 
-def is_told_of_failures(sweeper: DictConfig) -> bool:
-    """Whether this sweeper has a place for jobs that failed; others get NaN."""
-    return "max_failure_rate" in sweeper
+def told(failure: TorshError, sweeper: DictConfig) -> float | TorshError:
+    """What a job that failed gives its sweeper: NaN, or to Optuna what is no number.
+
+    Where Optuna is to end after too many failures, it has to be raised.
+    """
+    if "max_failure_rate" not in sweeper:
+        return math.nan
+    if sweeper.max_failure_rate < 1.0:
+        raise failure
+    return failure
+
+
+@contextlib.contextmanager
+def without_trials_of_optuna() -> Iterator[None]:
+    """Keeps the words of Optuna's sweeper about jobs that failed, which have been told, away."""
+    logger = logging.getLogger("hydra_plugins.hydra_optuna_sweeper._impl")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Failed ")
+
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
 
 
 def shortest(path: Path) -> str:

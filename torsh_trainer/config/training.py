@@ -12,6 +12,7 @@ from torsh_trainer import environments
 from torsh_trainer.config import sweep
 from torsh_trainer.config.app import CONFIG, App, opened
 from torsh_trainer.config.command_line import CommandLine
+from torsh_trainer.config.interrupts import jobs_save_first
 from torsh_trainer.config.job import Job, Run
 from torsh_trainer.config.overrides import bare_key, parsed
 from torsh_trainer.config.roots import Roots
@@ -65,6 +66,11 @@ def _sweep(app: App, job: Job) -> int:
     given = any(bare_key(text) == "hydra.sweeper.direction" for text in overrides)
     mode = sweep.direction(config.hydra.sweeper) if given else None
     overrides += sweep.completed(config.hydra.sweeper, overrides, config.trainer.objective_mode)
-    with sweep.reported(mode) as outcome:
+    launcher = config.hydra.launcher
+    with (
+        sweep.reported(mode) as outcome,
+        sweep.without_trials_of_optuna(),
+        jobs_save_first(launcher),
+    ):
         app.hydra.multirun(CONFIG, job, overrides)
     return outcome.exit_code
