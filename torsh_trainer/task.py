@@ -75,6 +75,20 @@ def _column(values: list[Any]) -> Tensor:
     return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
 
 
+def metrics_of(answer: Any) -> Mapping[str, Mean]:
+    """What ``task.evaluate`` gave for a batch.
+
+    Raises:
+        ConfigError: it is no mapping.
+    """
+    if not isinstance(answer, Mapping):
+        raise ConfigError(
+            f"task.evaluate gave a {type(answer).__name__}, not a mapping of metrics",
+            fix='return {"loss": Mean(sum of the losses, their weight)}',
+        )
+    return answer
+
+
 class DataSource:
     """The datasets of a task, and how samples become a batch.
 

@@ -127,6 +127,18 @@ def test_an_exception_in_user_code_is_told_with_its_line_and_exits_3(door, home)
     assert "debug=true" in line
 
 
+def test_an_evaluation_that_gives_no_mapping_is_told_what_to_give(door, home):
+    (home / "broken_task.py").write_text(
+        "import torch\nfrom torsh_trainer.tasks.classification import Classification\n\n\n"
+        "class Broken(Classification):\n    def evaluate(self, model, batch):\n"
+        "        return torch.tensor(3.0)\n"
+    )
+    answer = door(QUICK, "task._target_=broken_task.Broken")
+    assert answer.code == 2
+    said = "task.evaluate gave a Tensor, not a mapping of metrics; return {"
+    assert answer.err.startswith(f"error: {said}")
+
+
 def test_errors_keep_their_exit_codes(home):
     def fail(config: dict[str, Any], **given: Any) -> dict[str, Any]:
         raise TrainingError("the loss is not finite", fix="lower optimizer.lr")

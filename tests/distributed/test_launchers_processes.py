@@ -1,7 +1,9 @@
 """The launcher with real worker processes; most of them do without torch, to start quickly."""
 
+import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -238,6 +240,16 @@ def lose_a_peer(world):
         time.sleep(0.5)
         raise KeyError("the cause")
     raise ConnectionResetError("connection reset by peer")
+
+
+def read_in_the_standard_library(world):
+    return json.loads("{")
+
+
+def test_the_line_that_is_told_is_the_users_and_not_the_librarys():
+    line = read_in_the_standard_library.__code__.co_firstlineno + 1
+    with pytest.raises(WorkerError, match=re.escape(f"({__file__}:{line})")):
+        launch(read_in_the_standard_library)
 
 
 def test_the_cause_is_told_and_not_what_follows_from_it():

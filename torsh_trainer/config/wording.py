@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from torsh_trainer import registry
 from torsh_trainer.config.roots import GROUPS, RECIPE
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError, nearest
 from torsh_trainer.files import disk_error
+from torsh_trainer.user_code import place_of, words_of
 
 Compose = Callable[[], DictConfig]
 """Composes the configuration with every group chosen and no knob overridden."""
@@ -238,29 +237,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def as_failure(error: Exception) -> TorshError:
-    """``error`` itself when it speaks to the user; else in one sentence, with its place.
-
-    The place is the last line of the traceback that is neither torch's nor ours, when there is one:
-    the user's code.
-    """
+    """``error`` itself when it speaks to the user; else in one sentence, with the user's line."""
     if isinstance(error, TorshError):
         return error
     if isinstance(error, COMPOSING):
         return composing_error(error, OmegaConf.create)
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_a_library(frame.filename)]
-    place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-    if isinstance(error, OSError) and error.filename is not None and not theirs:
+    if isinstance(error, OSError) and error.filename is not None and not place_of(error):
         return disk_error(error, "use", Path(os.fsdecode(error.filename)), setting="hydra.run.dir")
     kind = ResourceError if isinstance(error, OSError) else TrainingError
-    return kind(
-        f"{type(error).__name__}: {_first_line(error)}{place}",
-        fix="debug=true shows the whole traceback",
-    )
-
-
-def _is_a_library(filename: str) -> bool:
-    """Whether a file is ours, Python's, or somebody's that was installed."""
-    ours = str(Path(__file__).parents[1])
-    python = sysconfig.get_path("stdlib")
-    return filename.startswith((ours, python, "<")) or "site-packages" in Path(filename).parts
+    return kind(words_of(error), fix="debug=true shows the whole traceback")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torsh_trainer.comm.symptoms import is_communication
 from torsh_trainer.errors import Interrupted, TorshError, WorkerError
-
-_LONGEST_MESSAGE = 400
+from torsh_trainer.user_code import words_of
 
 
 @dataclass(frozen=True)
@@ -58,12 +56,10 @@ def failure_of(error: BaseException, *, rank: int, time_s: float) -> Failure:
             collateral=collateral,
             worded=True,
         )
-    message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    words = f"{cause}: {message[:_LONGEST_MESSAGE]}" if message else cause
     return Failure(
         rank,
         time_s,
-        f"rank {rank} failed with {words}{_place(error)}",
+        f"rank {rank} failed with {words_of(error)}",
         traceback=text,
         cause=cause,
         collateral=collateral,
@@ -73,11 +69,6 @@ def failure_of(error: BaseException, *, rank: int, time_s: float) -> Failure:
 def root_cause(failures: Iterable[Failure]) -> Failure:
     """The first failure in time that is no mere consequence of another process's end."""
     return min(failures, key=lambda f: (f.collateral, f.interrupted, f.time_s, f.rank))
-
-
-def _place(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def _plain(value: Any) -> Any:
