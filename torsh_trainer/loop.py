@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from torsh_trainer.errors import Interrupted, ResourceError, TrainingError
 from torsh_trainer.membership import Membership
 from torsh_trainer.optimizers import refuse_closure
 from torsh_trainer.pace import Pace
-from torsh_trainer.signals import Signals
+from torsh_trainer.signals import Signals, signal_name
 from torsh_trainer.stopping import BrokenOffError, Limits, Stop, Watch
 from torsh_trainer.strategies.base import Clip, Engine
 from torsh_trainer.strategies.foreign import foreign_parameters, refuse_trained
@@ -256,8 +255,7 @@ class Loop:
         self._tell_the_rest()
         self._end_saving()  # while signals are caught: a second one must not cut it off
         raise Interrupted(
-            f"stopped by signal {number} ({signal.Signals(number).name}) "
-            f"after step {self.position.step}",
+            f"stopped by {signal_name(number)} after step {self.position.step}",
             fix="checkpoint.resume=auto in the same run directory goes on from here"
             if saving
             else "nothing was saved: checkpoint.at_end is off",

@@ -72,3 +72,9 @@ class Signals:
                 self._then(number)
         elif number == signal.SIGINT and time.monotonic() > self._received_s + PATIENCE_S:
             raise KeyboardInterrupt
+
+
+def signal_name(number: int) -> str:
+    """A signal in words: ``Ctrl-C (SIGINT)``."""
+    name = signal.Signals(number).name
+    return f"Ctrl-C ({name})" if number == signal.SIGINT else name

@@ -33,6 +33,26 @@ class Mean(NamedTuple):
     weight: Tensor | float
 
 
+def why_no_backward(loss: Any) -> ConfigError | None:
+    """Why a value of ``task.loss`` has no backward; None where it could have one."""
+    if not isinstance(loss, Tensor):
+        return ConfigError(
+            f"task.loss returned a {type(loss).__name__}, and a number has no gradient",
+            fix="return the tensor itself, without .item() or float()",
+        )
+    if loss.dim() != 0:
+        return ConfigError(
+            f"task.loss returned a tensor of shape {tuple(loss.shape)}, not a scalar",
+            fix="return the mean over the batch",
+        )
+    if not loss.requires_grad:
+        return ConfigError(
+            "task.loss returned a value without a gradient",
+            fix="compute it from the model's outputs, without detach(), item() or no_grad",
+        )
+    return None
+
+
 def sum_of(name: str, means: Sequence[Mean]) -> Mean:
     """The sum of a metric's parts, unread; one of weight 0 adds nothing, whatever its total.
 
@@ -198,9 +218,10 @@ class Task:
         ``{"accuracy": Mean((outputs.argmax(1) == batch[1]).sum(), len(batch[1]))}``. Called in eval
         mode, without gradients, on every batch of ``data.eval`` (and of ``data.test``).
         """
-        outputs = self.forward(model, batch)
+        loss = self.loss(self.forward(model, batch), batch)
         weight = self.weight(batch) if self.sample_weight is None else float(samples_of(batch))
-        return {"loss": Mean(self.loss(outputs, batch).detach() * weight, weight)}
+        total = (loss.detach() if isinstance(loss, Tensor) else loss) * weight
+        return {"loss": Mean(total, weight)}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """Metrics from means over all batches and ranks, e.g. perplexity from loss.

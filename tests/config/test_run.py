@@ -14,6 +14,7 @@ import yaml
 from torsh_trainer.config import command_line, training
 from torsh_trainer.config.roots import find_roots
 from torsh_trainer.errors import ConfigError, TrainingError
+from torsh_trainer.signals import signal_name
 
 QUICK = "+recipe=quick.yaml"
 
@@ -239,6 +240,6 @@ def test_a_signal_saves_and_exits_as_the_shell_expects(background_door, home, nu
     door.wait_for("runs/quick/*/metrics.jsonl")
     out, err = door.interrupted(number)
     assert door.code == code, out + err
-    assert f"error: stopped by signal {number.value}" in err
+    assert f"error: stopped by {signal_name(number)} after step" in err
     assert "Traceback" not in err
     assert list(only_run(home).glob("checkpoints/step-*"))

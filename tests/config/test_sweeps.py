@@ -208,7 +208,7 @@ def test_an_interrupt_ends_the_whole_sweep_with_its_table_so_far(background_door
     out, err = door.interrupted(signal.SIGINT)
     assert door.code == 130, out + err
     assert [row["status"] for row in table(home)] == ["done"]
-    assert "job 1: stopped by signal 2" in err
+    assert "job 1: stopped by Ctrl-C (SIGINT)" in err
     assert "Traceback" not in err
 
 

@@ -152,6 +152,12 @@ def test_the_banner_says_what_the_run_is_made_of():
         assert words in banner
 
 
+def test_a_run_that_only_evaluates_says_no_length():
+    text = run(Shown(tty=False), run_info(trains=False, max_steps=None)).text
+    assert "length" not in text
+    assert "no bound" not in text
+
+
 def test_the_final_table_holds_metrics_time_memory_and_where_the_run_lies():
     text = re.sub(r" +", " ", run(Shown(tty=False)).raw.split("Done")[1])
     for words in (

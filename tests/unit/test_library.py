@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -195,3 +197,22 @@ def test_an_object_that_holds_itself_ends_somewhere() -> None:
     ring: list[Any] = []
     ring.append(ring)
     assert "list of 1 items" in str(describe(ring))
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_does_what_it_says(repository, run_command, tmp_path):
+    page = (repository / "docs" / "library.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    # Its last lines belong to the script too: one program here, and the run that it has made.
+    script = "\n".join(blocks).replace('"runs/2031-01-31_18-30-05"', "result.run_dir")
+    (tmp_path / "script.py").write_text(script)
+    done = run_command([sys.executable, "script.py"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert len(runs) == 3
+    assert all((run / "metrics.jsonl").read_text() for run in runs)
+    accuracy = float(done.stdout.splitlines()[-1])
+    assert 0.9 < accuracy <= 1.0

@@ -296,14 +296,14 @@ def test_many_differing_keys_stand_below_each_other(tmp_path):
 def test_a_failed_and_an_unfinished_run_are_shown_as_such(tmp_path):
     error = {"type": "TrainingError", "message": "the loss is not finite", "fix": "", "facts": {}}
     make_run(tmp_path / "runs/a", error=error)
-    make_run(tmp_path / "runs/b", error={"type": "Interrupted", "message": "stopped by signal 15"})
+    make_run(tmp_path / "runs/b", error={"type": "Interrupted", "message": "stopped by SIGTERM"})
     (make_run(tmp_path / "runs/c") / "result.json").unlink()
     report(tmp_path / "runs")
     page = page_at(tmp_path / "runs/report.html")
     states = [cells[1] for _, cells in page.tables["results"][1:]]
     assert states == ["failed", "interrupted", "unfinished"]
     assert "a: failed: the loss is not finite" in page.text
-    assert "b: interrupted: stopped by signal 15" in page.text
+    assert "b: interrupted: stopped by SIGTERM" in page.text
 
 
 # -- what it reads --------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def banner(info: RunInfo) -> list[tuple[str, str]]:
         ("device", f"{info.device}, {threads} per process"),
         ("precision", info.precision),
         ("batch", batch_arithmetic(info)),
-        ("length", _length(info)),
+        *([("length", _length(info))] if info.trains else []),
         ("model", _parameters(info)),
     ]
     if info.trains and 0 < info.normalised < info.batch_size:

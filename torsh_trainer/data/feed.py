@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataset import TensorDataset
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE
 from torsh_trainer.data.batch import MicroBatch, Place, Step
+from torsh_trainer.data.collating import stacked
 from torsh_trainer.data.draws import Failed, seed_draws
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import (
@@ -35,6 +36,7 @@ from torsh_trainer.data.sampler import (
 from torsh_trainer.data.splits import dataset_of
 from torsh_trainer.data.stream import Stream, digest
 from torsh_trainer.data.weighting import drawable, sample_weights_of
+from torsh_trainer.data.worker_errors import telling
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.task import Task, sampled
 
@@ -291,7 +293,7 @@ def in_order_of(
 
 def collate_of(task: Task) -> Callable[[list[Any]], Any]:
     """The task's collate, or torch's default."""
-    return task.data.collate or default_collate
+    return task.data.collate or stacked
 
 
 def _sampler(
@@ -380,7 +382,7 @@ def _by_workers(
         collate_fn=partial(_unless_failed, collate),
         pin_memory=pin,
     )
-    batches = iter(loader)
+    batches = telling(iter(loader))
     while True:
         first = next(batches, _END)
         if first is _END:
@@ -413,7 +415,12 @@ class _Telling(Dataset[Any]):
 
 
 def _unless_failed(collate: Callable[[Any], Any], samples: Any) -> Any:
-    return samples if isinstance(samples, Failed) else collate(samples)
+    if isinstance(samples, Failed):
+        return samples
+    try:
+        return collate(samples)
+    except TorshError as error:
+        return Failed(error)
 
 
 class _Iterable:

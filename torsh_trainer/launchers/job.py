@@ -27,6 +27,7 @@ from torsh_trainer.launchers.inside import Handles, Payload
 from torsh_trainer.launchers.messages import Inbox
 from torsh_trainer.launchers.oom import OomKills
 from torsh_trainer.launchers.sending import pickled_call
+from torsh_trainer.signals import signal_name
 from torsh_trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -363,7 +364,7 @@ class _Job:
         number = self._signals.stop or next(
             (f.cause_facts["signal"] for f in told if "signal" in f.cause_facts), signal.SIGINT
         )
-        name = signal.Signals(number).name
+        name = signal_name(number)
         facts: dict[str, Any] = {"signal": int(number), "answer": self._answer()}
         if killed:
             facts["killed"] = list(killed)

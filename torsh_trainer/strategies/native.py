@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.wire import Traffic
 from torsh_trainer.ema import Ema
-from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.errors import Unsupported
 from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.precision import DTypeName, Precision
 from torsh_trainer.randomness import draws_of
@@ -37,7 +37,7 @@ from torsh_trainer.strategies.state import (
     optimizer_state,
 )
 from torsh_trainer.strategies.trained import Change, agree, change_of, has_changed, noted, replayed
-from torsh_trainer.task import Mean, Task, metrics_of, sum_of
+from torsh_trainer.task import Mean, Task, metrics_of, sum_of, why_no_backward
 
 DTYPES: dict[DTypeName, torch.dtype] = {
     "fp32": torch.float32,
@@ -168,7 +168,7 @@ class NativeEngine(Engine):
             try:
                 self._backpropagate(loss, factor)
             except (RuntimeError, AttributeError, TypeError) as error:
-                raise _why_no_backward(loss) or error from error
+                raise why_no_backward(loss) or error from error
         self._buffers.after(micro, before)
         return loss.detach(), micro.weight
 
@@ -278,7 +278,7 @@ class NativeEngine(Engine):
             try:
                 run(loss)
             except RuntimeError as error:
-                raise _why_no_backward(loss) or error from error
+                raise why_no_backward(loss) or error from error
         self._hold()
 
     @contextlib.contextmanager
@@ -595,20 +595,6 @@ def _foreach_scale(tensors: list[Tensor], factor: Tensor) -> None:
         by_device.setdefault(tensor.device, []).append(tensor)
     for device, group in by_device.items():
         torch._foreach_mul_(group, factor.to(device))
-
-
-def _why_no_backward(loss: Any) -> ConfigError | None:
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        return ConfigError(
-            f"task.loss returned {shape}, not a scalar", fix="return the mean over the batch"
-        )
-    if not loss.requires_grad:
-        return ConfigError(
-            "task.loss returned a value without a gradient",
-            fix="compute it from the model's outputs, without detach(), item() or no_grad",
-        )
-    return None
 
 
 _APPLIED = StepOutcome(None, skipped=False)

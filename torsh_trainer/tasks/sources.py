@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
+from torsh_trainer.data.collating import stacked
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.task import DataSource
 
@@ -28,7 +29,7 @@ class Splits(NamedTuple):
 
 def collate(samples: Any) -> Any:
     """A batch that was fetched whole stays as it is; a list of samples is stacked."""
-    return default_collate(samples) if isinstance(samples, list) else samples
+    return stacked(samples) if isinstance(samples, list) else samples
 
 
 class LoadedOnUse(DataSource):

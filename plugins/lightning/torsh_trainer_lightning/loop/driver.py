@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import signal
 import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.course import OwnLoop, Parts, Position, taken_over
 from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, TrainingError
-from torsh_trainer.signals import Signals
+from torsh_trainer.signals import Signals, signal_name
 from torsh_trainer.stopping import Stop
 from torsh_trainer.strategies.base import Clip, StepOutcome
 from torsh_trainer.strategies.state import load_groups
@@ -337,8 +336,7 @@ class LightningLoop(OwnLoop, Host):
         assert self._stop is not None
         number = self._stop.signal
         raise Interrupted(
-            f"stopped by signal {number} ({signal.Signals(number).name}) "
-            f"after step {self.position.step}",
+            f"stopped by {signal_name(number)} after step {self.position.step}",
             fix="checkpoint.resume=auto in the same run directory goes on from here"
             if self._saves
             else "nothing was saved: checkpoint.at_end is off",

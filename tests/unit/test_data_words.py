@@ -1,0 +1,174 @@
+"""What is said of samples that do not fit together, and of a dataset that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, IterableDataset
+
+from torsh_trainer import Callback, DataSource, Loading, Task, Trainer
+from torsh_trainer.data.collating import stacked
+from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, TorshError, TrainingError
+
+WORKERS = pytest.mark.parametrize("workers", [0, 1], ids=["here", "by a worker"])
+
+
+class Uneven(Dataset[Any]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.ones(3 + index % 3), index
+
+
+class UnevenStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (Uneven()[index] for index in range(8))
+
+
+class Raising(Uneven):
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 3:
+            raise self.error
+        return torch.ones(3), index
+
+
+class Source(DataSource):
+    def __init__(self, train: Any) -> None:
+        self.train = train
+
+
+class Padding(Source):
+    def collate(self, samples: list[Any]) -> Any:  # type: ignore[override]
+        rows, numbers = zip(*samples, strict=True)
+        return pad_sequence(list(rows), batch_first=True), torch.tensor(numbers)
+
+
+class Sums(Task):
+    def __init__(self, data: DataSource) -> None:
+        self.data = data
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0].sum(1, keepdim=True))
+
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return outputs.square().mean()
+
+
+def fit(task: Task, folder: Path, *, workers: int = 0, **given: Any) -> None:
+    loading = Loading(batch_size=4, num_workers=workers)
+    knobs = {"max_steps": 2, "run_dir": folder, "default_callbacks": False}
+    Trainer(task=task, loading=loading, **{**knobs, **given}).fit()
+
+
+@WORKERS
+@pytest.mark.parametrize("dataset", [Uneven(), UnevenStream()], ids=["map", "stream"])
+def test_samples_of_unequal_length_name_their_shapes_and_collate(
+    tmp_path: Path, workers: int, dataset: Any
+) -> None:
+    with pytest.raises(ConfigError, match="samples of a batch cannot be stacked") as caught:
+        fit(Sums(Source(dataset)), tmp_path, workers=workers)
+    assert "sample[0] has shape (" in caught.value.sentence
+    assert "collate(samples)" in caught.value.fix
+
+
+@WORKERS
+def test_a_collate_that_pads_trains(tmp_path: Path, workers: int) -> None:
+    fit(Sums(Padding(Uneven())), tmp_path, workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        ([torch.ones(3), torch.ones(5)], r"sample has shape \(3,\) and shape \(5,\)"),
+        ([numpy.ones((2, 3)), numpy.ones((2, 4))], r"shape \(2, 3\) and shape \(2, 4\)"),
+        ([[1, 2], [1, 2, 3]], "sample has 2 items and 3 items"),
+        ([{"x": 1}, {"y": 1}], "sample has the keys x and the keys y"),
+        ([{"x": torch.ones(2)}, {"x": None}], r"sample\['x'\] has shape \(2,\) and type NoneType"),
+        ([object(), object()], "torch makes no batch of these samples: .*found <class 'object'>"),
+    ],
+)
+def test_what_differs_between_samples_is_named(samples: list[Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        stacked(samples)
+
+
+def test_many_shapes_are_counted() -> None:
+    with pytest.raises(ConfigError, match=r"the 9 samples .* and 5 others"):
+        stacked([torch.ones(size) for size in range(1, 10)])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (OSError("the drive is gone"), ResourceError, "OSError: the drive is gone"),
+        (ValueError("no such label\nas this"), TrainingError, "ValueError: no such label"),
+        (KeyError("width"), TrainingError, "KeyError: 'width'"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_workers_own_message_and_line_are_told(
+    tmp_path: Path, error: Exception, kind: type[TorshError], words: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        fit(Sums(Source(Raising(error))), tmp_path, workers=1)
+    assert caught.value.sentence.startswith(words)
+    assert f"{Path(__file__).name}:" in caught.value.sentence
+    assert "worker process 0" in caught.value.sentence
+    assert "Caught" not in caught.value.sentence
+
+
+# -- what a task returns --------------------------------------------------------------------------
+
+
+class Item(Sums):
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return outputs.square().mean().item()
+
+
+@pytest.mark.parametrize("knobs", [{}, {"accumulate": 2}, {"strategy": "fsdp"}], ids=str)
+def test_a_loss_that_was_made_a_number_is_refused_in_words(tmp_path: Path, knobs: Any) -> None:
+    with pytest.raises(ConfigError, match=r"returned a float, .* without \.item\(\)"):
+        fit(Item(Padding(Uneven())), tmp_path, **knobs)
+
+
+class Evaluating(Sums):
+    def evaluate(self, model: nn.Module, batch: Any) -> Any:
+        return self.loss(self.forward(model, batch), batch)
+
+
+def test_an_evaluation_that_is_no_mapping_is_refused_in_words(tmp_path: Path) -> None:
+    data = Padding(Uneven())
+    data.eval = Uneven()
+    with pytest.raises(ConfigError, match=r"task\.evaluate returned a Tensor, .* return \{"):
+        fit(Evaluating(data), tmp_path)
+
+
+# -- signals --------------------------------------------------------------------------------------
+
+
+class PressingCtrlC(Callback):
+    def on_step(self, report: Any) -> None:
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_is_called_so(tmp_path: Path) -> None:
+    task = Sums(Padding(Uneven()))
+    with pytest.raises(Interrupted, match=r"stopped by Ctrl-C \(SIGINT\) after step 2; checkpoint"):
+        fit(task, tmp_path, max_steps=100, callbacks=[PressingCtrlC()])
