@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,14 @@ from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import GROUPS, SETTINGS
 from torsh_trainer.config.wording import as_failure, plain
 from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
-from torsh_trainer.rundir import RunDir
+from torsh_trainer.rundir import MARKER, RunDir
 
 HYDRA_FOLDER = ".hydra"
+BEFORE_THE_START = {HYDRA_FOLDER, MARKER, "config.yaml", "provenance.json", "result.json", "logs"}
+"""What a run leaves that is refused before its first step, and which nobody misses."""
+
+LOGGERS = {"metrics.jsonl", "metrics.csv", "tensorboard"}
+"""What loggers open beside it; nothing stands in them yet where the first is empty."""
 
 
 class Run(Protocol):
@@ -87,13 +93,20 @@ class Job:
         except TorshError:
             _remove_empty(run_dir)
             raise
-        began = time.time()
+        began, is_new = time.time(), not any(run_dir.glob("*"))
         try:
             _keep_composition(config, run_dir / HYDRA_FOLDER)
             overrides = list(HydraConfig.get().overrides.task)
             return self._run(settings, run_dir, overrides, self._said(config))
         except Exception as error:
-            _leave_result(as_failure(error), run_dir, since=began)
+            failure = as_failure(error)
+            refused = getattr(failure, "cause_exit_code", failure.exit_code) == 2
+            single = HydraConfig.get().mode is RunMode.RUN
+            if refused and single and is_new and _never_began(run_dir):
+                shutil.rmtree(run_dir, ignore_errors=True)
+                _remove_empty(run_dir.parent)
+            else:
+                _leave_result(failure, run_dir, since=began)
             raise
 
     def _said(self, config: DictConfig) -> dict[str, Any]:
@@ -198,6 +211,13 @@ def _failure(error: Exception, config: DictConfig) -> TorshError:
     if config.get("debug") is True:
         tracebacks.show(failure)
     return failure
+
+
+def _never_began(run_dir: Path) -> bool:
+    """Whether all that lies there was written for a run that is refused before its first step."""
+    metrics = run_dir / "metrics.jsonl"
+    opened = LOGGERS if metrics.is_file() and not metrics.stat().st_size else set()
+    return all(path.name in BEFORE_THE_START | opened for path in run_dir.iterdir())
 
 
 def _remove_empty(run_dir: Path) -> None:

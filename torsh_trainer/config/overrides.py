@@ -71,7 +71,9 @@ class Overrides:
         if key in self._groups and not isinstance(override.value(), dict):
             return self._choose(override)
         self._check_key(override)
-        free = key.partition(".")[0] == FREE or own_nodes.within(key, placed)
+        # What a mapping may hold its owner knows, whom it is held against before anything is built.
+        mapping = "." in key and isinstance(override.value(), dict)
+        free = key.partition(".")[0] == FREE or mapping or own_nodes.within(key, placed)
         if free and not override.is_delete():
             return f"++{text.lstrip('+')}"
         new = today(key, self.renamed)
