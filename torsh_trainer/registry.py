@@ -83,7 +83,7 @@ def plugin_folders() -> dict[str, Path]:
         if spec is None or not spec.submodule_search_locations:
             print(
                 f"note: plugin {name!r} is registered, but its package {package!r} cannot be "
-                f"found; reinstall the distribution that registers it, or pip uninstall it ({name})",
+                f"found; reinstall the distribution that registers it, or uninstall it ({name})",
                 file=sys.stderr,
             )
             continue

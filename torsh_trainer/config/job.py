@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,14 +22,9 @@ from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import GROUPS, SETTINGS
 from torsh_trainer.config.wording import as_failure, plain
 from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
-from torsh_trainer.rundir import MARKER, RunDir
+from torsh_trainer.rundir import RunDir
 
 HYDRA_FOLDER = ".hydra"
-BEFORE_THE_START = {HYDRA_FOLDER, MARKER, "config.yaml", "provenance.json", "result.json", "logs"}
-"""What a run leaves that is refused before its first step, and which nobody misses."""
-
-LOGGERS = {"metrics.jsonl", "metrics.csv", "tensorboard"}
-"""What loggers open beside it; nothing stands in them yet where the first is empty."""
 
 
 class Run(Protocol):
@@ -100,10 +94,10 @@ class Job:
             return self._run(settings, run_dir, overrides, self._said(config))
         except Exception as error:
             failure = as_failure(error)
-            refused = getattr(failure, "cause_exit_code", failure.exit_code) == 2
-            single = HydraConfig.get().mode is RunMode.RUN
-            if refused and single and is_new and _never_began(run_dir):
-                shutil.rmtree(run_dir, ignore_errors=True)
+            code = getattr(failure, "cause_exit_code", failure.exit_code)
+            single = HydraConfig.get().mode is RunMode.RUN and run_dir.name not in str(failure)
+            refused = code == ConfigError.exit_code and single and is_new
+            if refused and RunDir(run_dir).take_back():
                 _remove_empty(run_dir.parent)
             else:
                 _leave_result(failure, run_dir, since=began)
@@ -211,13 +205,6 @@ def _failure(error: Exception, config: DictConfig) -> TorshError:
     if config.get("debug") is True:
         tracebacks.show(failure)
     return failure
-
-
-def _never_began(run_dir: Path) -> bool:
-    """Whether all that lies there was written for a run that is refused before its first step."""
-    metrics = run_dir / "metrics.jsonl"
-    opened = LOGGERS if metrics.is_file() and not metrics.stat().st_size else set()
-    return all(path.name in BEFORE_THE_START | opened for path in run_dir.iterdir())
 
 
 def _remove_empty(run_dir: Path) -> None:
