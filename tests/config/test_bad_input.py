@@ -102,6 +102,8 @@ BAD = [
     ([QUICK, "trainer.pretrained=a=b c:"], ["cannot be read as NAME=VALUE", "quotes"]),
     # files
     (["+recipe=nowhere.yaml"], ["recipe=nowhere.yaml: there is no such file in"]),
+    (["+recipe=" + "a" * 5000 + ".yaml"], ["cannot be looked for: File name too long"]),
+    (["+recipe=" + "a" * 5000], ["File name too long; correct the name"]),
     (["+recipe=quik.yaml"], ["no such file", "did you mean 'quick.yaml'?"]),
     ([QUICK, "strategy=my/ddp.yaml"], ["strategy=my/ddp.yaml: there is no such file"]),
     ([QUICK, "+stratgy=quick.yaml"], ["there is no group 'stratgy'", "'strategy'"]),

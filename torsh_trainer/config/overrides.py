@@ -135,7 +135,14 @@ class Overrides:
     def _option(self, group: str, element: Any) -> str:
         """``element`` as Hydra finds it: an option's name, or the absolute path of a file."""
         name = element.text if isinstance(element, QuotedString) else str(element)
-        file = self._file(group, name)
+        try:
+            file = self._file(group, name)
+        except OSError as error:  # such as a name that no file system takes
+            raise ConfigError(
+                f"{group}={name[:40]}{'...' * (len(name) > 40)} cannot be looked for: "
+                f"{error.strerror}",
+                fix="correct the name",
+            ) from error
         if file is not None:
             return _quoted(file.as_posix())
         name = name.removesuffix(".yaml")
