@@ -94,9 +94,7 @@ class Job:
             return self._run(settings, run_dir, overrides, self._said(config))
         except Exception as error:
             failure = as_failure(error)
-            code = getattr(failure, "cause_exit_code", failure.exit_code)
-            single = HydraConfig.get().mode is RunMode.RUN and run_dir.name not in str(failure)
-            refused = code == ConfigError.exit_code and single and is_new
+            refused = is_new and _refused_in_a_folder_of_ours(failure, run_dir)
             if refused and RunDir(run_dir).take_back():
                 _remove_empty(run_dir.parent)
             else:
@@ -205,6 +203,19 @@ def _failure(error: Exception, config: DictConfig) -> TorshError:
     if config.get("debug") is True:
         tracebacks.show(failure)
     return failure
+
+
+def _refused_in_a_folder_of_ours(failure: TorshError, run_dir: Path) -> bool:
+    """Whether the user's input was at fault, in a folder that nobody looks for.
+
+    One that the command line names, or that belongs to a sweep, is where a program reads the error.
+    """
+    hydra = HydraConfig.get()
+    named = any(bare_key(text) == "hydra.run.dir" for text in hydra.overrides.hydra)
+    code = getattr(failure, "cause_exit_code", failure.exit_code)
+    said = run_dir.name in str(failure)
+    alone = hydra.mode is RunMode.RUN and not named and not said
+    return bool(alone and code == ConfigError.exit_code)
 
 
 def _remove_empty(run_dir: Path) -> None:
