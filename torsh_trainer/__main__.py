@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torsh_trainer import __version__, registry
 from torsh_trainer.config import command_line, help, tracebacks
@@ -22,6 +23,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _route(arguments: list[str]) -> int:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        fix = "cd to a folder that exists"
+        raise ConfigError("the current directory is gone", fix=fix) from error
     verb = registry.verbs().get(arguments[0]) if arguments else None
     if verb is not None:
         return int(registry.load(verb)(arguments[1:]))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -115,11 +115,15 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """What the batch-size finder saw: ``largest`` fits, ``suggestion`` is as fast and smaller."""
+    """What the batch-size finder saw: ``largest`` fits, ``suggestion`` is as fast and smaller.
+
+    ``limit`` is what ended the search there.
+    """
 
     suggestion: int
     largest: int
     trials: tuple[Trial, ...]
+    limit: Literal["memory", "data"] = "memory"
 
     def __str__(self) -> str:
         tried = ", ".join(
@@ -127,9 +131,12 @@ class BatchSizes:
             + ("does not fit" if t.samples_per_s is None else f"{t.samples_per_s:.0f}/s")
             for t in self.trials
         )
+        why = f"{self.largest} is the largest that fits"
+        if self.limit == "data":
+            why = f"{self.largest} fits, and the training data has no more for twice as many"
         return (
-            f"batch-size finder: {tried}; {self.largest} is the largest that fits, and "
-            f"{self.suggestion} is as fast; try data.micro_batch_size={self.suggestion}"
+            f"batch-size finder: {tried}; {why}; {self.suggestion} is as fast; "
+            f"try data.micro_batch_size={self.suggestion}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -137,6 +144,7 @@ class BatchSizes:
             "suggestion": self.suggestion,
             "largest": self.largest,
             "trials": [trial._asdict() for trial in self.trials],
+            "limit": self.limit,
         }
 
 
@@ -179,7 +187,10 @@ def find_batch_size(
         )
     best = max(trial.samples_per_s or 0.0 for trial in fitting)
     suggestion = next(t for t in fitting if (t.samples_per_s or 0.0) >= as_fast * best)
-    return BatchSizes(suggestion.micro_batch_size, fitting[-1].micro_batch_size, tuple(trials))
+    limit: Literal["memory", "data"] = "data" if size > most else "memory"
+    return BatchSizes(
+        suggestion.micro_batch_size, fitting[-1].micro_batch_size, tuple(trials), limit
+    )
 
 
 def _attempt(

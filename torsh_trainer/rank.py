@@ -517,7 +517,7 @@ class Rank:
     def _found(self, name: str, found: LearningRates | BatchSizes) -> None:
         self.findings[name] = found.as_dict()
         if self.world.is_main:
-            log.warning("%s", found)
+            print(found, flush=True)  # what the stage is for, however little is logged
 
     # -- what is told ---------------------------------------------------------------------------
 

@@ -11,13 +11,14 @@ Entry-point groups that a plugin distribution may use:
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import cache
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.errors import ConfigError, ResourceError, nearest
+from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.importing import collector_at_rest
 
 STRATEGIES = {
@@ -72,15 +73,20 @@ def backends() -> dict[str, str]:
 
 @cache
 def plugin_folders() -> dict[str, Path]:
-    """Plugin name -> folder of its package; found without importing the package."""
+    """Plugin name -> folder of its package; found without importing the package.
+
+    One whose package is gone is said to be, and left out: who does not use it goes on.
+    """
     folders = {}
     for name, package in sorted(_installed("torsh_trainer.plugins").items()):
         spec = find_spec(package.split(".")[0])
         if spec is None or not spec.submodule_search_locations:
-            raise ResourceError(
-                f"plugin {name!r} is registered, but its package {package!r} cannot be found",
-                fix=f"reinstall the distribution that registers it, or pip uninstall it ({name})",
+            print(
+                f"note: plugin {name!r} is registered, but its package {package!r} cannot be "
+                f"found; reinstall the distribution that registers it, or uninstall it ({name})",
+                file=sys.stderr,
             )
+            continue
         folders[name] = Path(next(iter(spec.submodule_search_locations)), *package.split(".")[1:])
     return folders
 

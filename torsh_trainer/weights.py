@@ -216,11 +216,14 @@ def open_weights(path: Path) -> dict[str, Stored]:
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file", fix=_beside(path))
     try:
-        return _opened(path)
+        stored = _opened(path)
     except OSError as error:
         reason = error.strerror or str(error)
         fix = "correct its permissions, or name another file"
         raise ResourceError(f"{path} cannot be read: {reason}", fix=fix) from error
+    if not stored:
+        raise ConfigError(f"{path} holds no tensors", fix="name a file of weights")
+    return stored
 
 
 def _opened(path: Path) -> dict[str, Stored]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import pytest
 
 QUICK = "+recipe=quick.yaml"
@@ -44,10 +47,6 @@ BAD = [
     (["--max-steps", "3"], ["unknown flag --max-steps", "a knob is no flag"]),
     (["--trainer.max_steps=3"], ["has no dashes: write trainer.max_steps=3"]),
     (["--cfg", "jobb"], ["invalid choice", "job"]),
-    (
-        ["--config-path", "conf"],
-        ["--config-path is ", "write python -m torsh_trainer --config-dir conf"],
-    ),
     # values
     ([QUICK, "trainer.max_steps=abc"], ["trainer.max_steps: expected a whole number or null"]),
     ([QUICK, "trainer.max_steps=1.5"], ["trainer.max_steps: expected a whole number", "1.5"]),
@@ -63,6 +62,27 @@ BAD = [
     ),
     ([QUICK, "callbacks.console.enabled=no_"], ["callbacks.console.enabled", "auto"]),
     ([QUICK, "log_level=loud"], ["log_level=loud", "debug, error, info, warning"]),
+    ([QUICK, "optimizer.groups=1_000"], ["optimizer.groups: expected a list, each a mapping"]),
+    ([QUICK, "optimizer.others=[]"], ["optimizer.others: expected a mapping, got []"]),
+    ([QUICK, 'optimizer.foreach="<script>"'], ["optimizer.foreach: expected true or false"]),
+    ([QUICK, "log_level= 1"], ["log_level: expected one of debug, info, warning, error, got 1"]),
+    ([QUICK, "++comm._target_=builtins.dict"], ["builtins.dict is no CommOptions"]),
+    ([QUICK, "schedule={_target_: builtins.list}"], ["builtins.list is no Schedule"]),
+    # not finite
+    *(
+        ([QUICK, *knobs, f"{knob}={number}"], [f"{knob}={number} is not a finite number"])
+        for number in ("nan", "inf", "-inf")
+        for knob, *knobs in (
+            ["comm.timeout_s"],
+            ["optimizer.eps"],
+            ["optimizer.ns_steps", "optimizer=muon"],
+            ["schedule.final", "schedule=cosine"],
+            ["trainer.max_grad_norm"],
+            ["callbacks.console.refresh_per_second", "callbacks.console.enabled=true"],
+            ["launcher.grace_s", "launcher=local"],
+        )
+    ),
+    ([QUICK, "optimizer.betas=[0.9,nan]"], ["optimizer.betas[1]=nan is not a finite number"]),
     # ranges
     ([QUICK, "trainer.max_steps=0"], ["trainer.max_steps=0 is below 1"]),
     ([QUICK, "launcher=local", "launcher.num_processes=0"], ["launcher.num_processes=0"]),
@@ -82,6 +102,8 @@ BAD = [
     ([QUICK, "trainer.pretrained=a=b c:"], ["cannot be read as NAME=VALUE", "quotes"]),
     # files
     (["+recipe=nowhere.yaml"], ["recipe=nowhere.yaml: there is no such file in"]),
+    (["+recipe=" + "a" * 5000 + ".yaml"], ["cannot be looked for: File name too long"]),
+    (["+recipe=" + "a" * 5000], ["File name too long; correct the name"]),
     (["+recipe=quik.yaml"], ["no such file", "did you mean 'quick.yaml'?"]),
     ([QUICK, "strategy=my/ddp.yaml"], ["strategy=my/ddp.yaml: there is no such file"]),
     ([QUICK, "+stratgy=quick.yaml"], ["there is no group 'stratgy'", "'strategy'"]),
@@ -128,6 +150,111 @@ def test_what_is_refused_before_training_leaves_no_directory(door, home):
     for typed in (["strategy=ddp"], ["+recipe=quick.yaml", "stratgy=ddp"], ["+recipe=nix"]):
         assert door(*typed).code == 2
     assert [path.name for path in home.iterdir()] == ["quick.yaml"]
+
+
+def test_what_is_refused_by_the_classes_leaves_no_directory_either(door, home):
+    for knob in ("comm.timeout_s=nan", "data.batch_size=5000", "model.hidden=big"):
+        assert door(QUICK, "logger.tensorboard.enabled=true", knob).code == 2
+        assert not (home / "runs").exists(), knob
+    # Who names a folder reads the error there.
+    assert door(QUICK, "data.batch_size=5000", "hydra.run.dir=mine/deep").code == 2
+    assert json.loads((home / "mine/deep/result.json").read_text())["error"]
+
+
+def test_a_refusal_leaves_what_was_there_before(door, home):
+    assert door(QUICK, "hydra.run.dir=out").code == 0
+    before = {path for path in home.rglob("*") if path.is_file()}
+    assert door(QUICK, "hydra.run.dir=out", "data.batch_size=5000").code == 2
+    assert {path for path in home.rglob("*") if path.is_file()} >= before
+    (home / "full").mkdir()
+    (home / "full/mine.txt").write_text("mine")
+    assert door(QUICK, "hydra.run.dir=full").code == 2
+    assert (home / "full/mine.txt").read_text() == "mine"
+
+
+def test_a_mapping_is_given_whole(door, home):
+    knob = "checkpoint.storage_options={endpoint_url: 'http://host:9000'}"
+    config = door(QUICK, knob, "--cfg", "job").config
+    assert config["checkpoint"]["storage_options"] == {"endpoint_url": "http://host:9000"}
+    answer = door(QUICK, "trainer.compile_optionss={mode: x}")
+    assert (
+        "unknown knob trainer.compile_optionss; did you mean trainer.compile_options" in answer.err
+    )
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (BOMB, "grows too large by its aliases"),
+        ("".join(BOMB.splitlines(keepends=True)[:4]), "grows too large by its aliases"),
+        ("a: &a [*a]\n", "is nested too deep"),
+        ("a: " + "[" * 2000 + "]" * 2000 + "\n", "nested too deep"),
+    ],
+    ids=["large", "10,000 leaves", "within itself", "deep"],
+)
+def test_a_file_that_grows_without_end_is_refused(door, home, text, words):
+    (home / "bomb.yaml").write_text(text)
+    for typed in (["+recipe=bomb.yaml"], [QUICK, "model=bomb.yaml"]):
+        answer = door(*typed)
+        assert answer.code == 2
+        assert "bomb.yaml" in answer.err
+        assert words in answer.err
+
+
+def test_anchors_that_say_something_once_are_read(door, home):
+    (home / "knobs.yaml").write_text("vars: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}, c: *a}\n")
+    config = door("+recipe=knobs.yaml", "--cfg", "job").config
+    assert config["vars"] == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}}
+
+
+def test_an_objective_that_is_no_metric_is_refused_at_the_first_evaluation(door, home):
+    typed = [QUICK, "trainer.eval_every=1", "hydra.run.dir=out", "trainer.max_steps=3"]
+    answer = door(*typed, "trainer.objective=acurracy")
+    assert answer.code == 2
+    assert "trainer.objective=acurracy: the run has no such metric; did you mean 'accuracy'" in (
+        answer.err
+    )
+    assert '"step": 2' not in (home / "out/metrics.jsonl").read_text()
+    answer = door(*typed, "trainer.objective=test_accuracy", "hydra.run.dir=out2")
+    assert answer.code == 2
+    tested = [*typed, "trainer.objective=test_accuracy", "trainer.stages=[fit,test]"]
+    assert door(*tested, "hydra.run.dir=out3").code == 0
+
+
+def test_a_folder_that_is_gone_is_told(run_command, home):
+    program = (
+        "import os, sys; os.mkdir('x'); os.chdir('x'); os.rmdir('../x')\n"
+        "from torsh_trainer.__main__ import main; sys.exit(main(['--help']))"
+    )
+    answer = run_command([sys.executable, "-c", program], cwd=home)
+    assert answer.returncode == 2
+    assert answer.stderr == "error: the current directory is gone; cd to a folder that exists\n"
+
+
+def test_advice_about_too_few_samples_is_taken_once(door, home):
+    (home / "few_of_door.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "from torsh_trainer import DataSource\n\n\n"
+        "class Few(DataSource):\n    def __init__(self):\n"
+        "        self.train = TensorDataset(torch.zeros(5, 64), torch.zeros(5).long())\n"
+    )
+    own = ["data._target_=few_of_door.Few", "trainer.max_steps=1", "trainer.eval_every=null"]
+    for knobs in (
+        ["data.batch_size=32"],
+        ["data.micro_batch_size=32", "data.batch_size=null"],
+        ["data.batch_size=32", "data.micro_batch_size=8"],
+        ["data.batch_size=null", "data.micro_batch_size=4", "trainer.accumulate=3"],
+    ):
+        answer = door(QUICK, *own, *knobs)
+        assert answer.code == 2, answer
+        advice = answer.err.partition("; set ")[2].removesuffix("\n").removesuffix(" or less")
+        assert door(QUICK, *own, *knobs, *advice.split()).code == 0, (knobs, answer.err)
 
 
 def test_debug_shows_the_traceback_before_the_sentence(door):

@@ -99,3 +99,21 @@ def test_info_says_where_configuration_is_read_from(run_door, tmp_path):
 
 def test_rerun_helps_too(door):
     assert "RUN_DIRECTORY" in door("rerun", "--help").out
+
+
+def test_a_plugin_whose_package_is_gone_is_said_and_does_not_stop_other_runs(door, monkeypatch):
+    installed = registry._installed
+    gone = {"lost": "lost_of_door.conf"}
+    monkeypatch.setattr(
+        registry,
+        "_installed",
+        lambda group: gone if group.endswith("plugins") else installed(group),
+    )
+    registry.plugin_folders.cache_clear()
+    try:
+        answer = door("+recipe=quick.yaml", "--cfg", "job")
+    finally:
+        registry.plugin_folders.cache_clear()
+    assert answer.code == 0
+    (line,) = answer.err.splitlines()
+    assert line.startswith("note: plugin 'lost' is registered, but its package 'lost_of_door.conf'")

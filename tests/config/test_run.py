@@ -101,7 +101,7 @@ def test_the_same_directory_again_goes_on_from_its_checkpoint(door, home):
 
 
 def test_a_run_that_fails_before_it_begins_leaves_its_error(door, home):
-    answer = door(QUICK, "trainer.max_steps=abc")
+    answer = door(QUICK, "trainer.max_steps=abc", "hydra.run.dir=runs/quick/named")
     assert answer.code == 2
     error = json.loads((only_run(home) / "result.json").read_text())["error"]
     assert error["type"] == "ConfigError"

@@ -482,12 +482,15 @@ def test_the_learning_rate_finder_suggests_a_rate_that_trains(tmp_path: Path) ->
     assert result.metrics["loss"] < first
 
 
-def test_the_batch_size_finder_tries_sizes_up_to_the_data(tmp_path: Path) -> None:
+def test_the_batch_size_finder_tries_sizes_up_to_the_data(tmp_path: Path, capfd) -> None:
     found = trainer(tmp_path, stages=("find_batch_size",)).fit()
     finder = found.content["batch_size_finder"]
     assert [t["micro_batch_size"] for t in finder["trials"]] == [1, 2, 4, 8, 16, 32]
-    assert finder["largest"] == 32
+    assert (finder["largest"], finder["limit"]) == (32, "data")
     assert found.content["steps"] == 0
+    said = capfd.readouterr().out
+    assert "32 fits, and the training data has no more for twice as many" in said
+    assert "largest that fits" not in said
 
 
 def test_pretrained_weights_are_what_training_starts_from(tmp_path: Path) -> None:

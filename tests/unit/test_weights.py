@@ -289,6 +289,11 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
         load_pretrained(net(), tmp_path / "weights.pt")
 
 
+def test_a_file_without_any_tensor_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.pretrained=.* holds no tensors"):
+        load_pretrained(net(), as_safetensors({}, tmp_path))
+
+
 def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has none of model\.safetensors.* no checkpoint"):
         load_pretrained(net(), tmp_path)

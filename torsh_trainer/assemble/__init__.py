@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
 
 from torsh_trainer import environments
 from torsh_trainer.assemble.plan import (
@@ -33,6 +33,7 @@ from torsh_trainer.masking import masked
 from torsh_trainer.world import World
 
 if TYPE_CHECKING:  # the launching process never loads torch
+    from torsh_trainer.callbacks.base import Callback
     from torsh_trainer.optimizers import OptimizerSpec
     from torsh_trainer.task import Task
     from torsh_trainer.trainer import Trainer
@@ -200,10 +201,21 @@ def trainer_of(order: Order) -> Trainer:
             raise ConfigError(f"unknown knob trainer.{name}", fix=fix)
     source, loading = planned_data(config)
     task = _PlannedTask.of(config, source)
+    if not isinstance(config["log_level"], str):
+        fitted(
+            config["log_level"],
+            Literal["debug", "info", "warning", "error"],
+            key="log_level",
+            default="info",
+        )
     given = {
-        **{name: plan(config[name], key=name) for name in OBJECTS if config.get(name)},
+        **{name: _object(config[name], name) for name in OBJECTS if config.get(name)},
         "loading": loading,
-        "callbacks": [*_enabled(config, "callbacks"), *_enabled(config, "logger")],
+        "callbacks": [
+            *_enabled(config, "callbacks"),
+            *_enabled(config, "logger"),
+            *_looking_at_objective(knobs, task),
+        ],
         "default_callbacks": False,
         "run_dir": order.run_dir,
         "config": order.written or masked(config),
@@ -213,6 +225,22 @@ def trainer_of(order: Order) -> Trainer:
     given = {**dict.fromkeys(NO_KNOBS), **given, "task": task}
     trainer: Trainer = plan_call(Trainer, knobs, key="trainer", given=given).build()
     return trainer
+
+
+def _object(node: Mapping[str, Any], group: str) -> Plan:
+    """The plan of a group that is one object, which has to be of the kind that a trainer takes."""
+    from torsh_trainer.trainer import Trainer  # torch loads here: see work
+
+    factory = target_of(node, key=group)
+    wanted = get_type_hints(Trainer)[group]
+    kinds = tuple(kind for kind in get_args(wanted) or (wanted,) if isinstance(kind, type))
+    if isinstance(factory, type) and not issubclass(factory, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds if kind not in (str, type(None)))
+        raise ConfigError(
+            f"{group}._target_={name_of(factory)} is no {names}",
+            fix=f"choose {group}=NAME, or inherit from {names}",
+        )
+    return plan(node, key=group)
 
 
 @dataclass(frozen=True)
@@ -236,7 +264,7 @@ class _PlannedTask(Buildable):
 
         model = plan(config["model"], key="model") if config.get("model") else None
         node = config.get("optimizer")
-        optimizer = None if node is None else OptimizerSpec.from_config(node)
+        optimizer = None if node is None else OptimizerSpec.from_config(_fitted_optimizer(node))
         given = {"model": model and model.build, "data": source, "optimizer": optimizer}
         given = {name: value for name, value in given.items() if value is not None}
         _check_parts(config, given)
@@ -265,6 +293,26 @@ class _PlannedTask(Buildable):
         return task
 
 
+def _fitted_optimizer(node: Any, key: str = "optimizer") -> dict[str, Any]:
+    """The ``optimizer`` node, its values held against the annotations of its class and of ours."""
+    from torsh_trainer.optimizers import OptimizerSpec  # torch loads here: see work
+
+    if not isinstance(node, Mapping):
+        raise ConfigError(f"{key}: expected a mapping, got {node!r}", fix=f"choose {key}=NAME")
+    ours, theirs = Signature.of(OptimizerSpec), Signature.of(target_of(node, key=key))
+    values = dict(node)
+    for name, value in node.items():
+        at = f"{key}.{name}"
+        if name == "others":
+            values[name] = None if value is None else _fitted_optimizer(value, at)
+        elif name in ("groups", "others_match") and value is None:
+            continue
+        elif name != "lr" and not name.startswith("_"):
+            owner = theirs if name in theirs.parameters else ours
+            values[name] = owner.fit(name, value, key=at)
+    return values
+
+
 def _check_parts(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Refuses a model that the task has no use for, and a task without the parts that it needs."""
     if not config.get("task"):
@@ -289,14 +337,16 @@ def own_loop(config: Mapping[str, Any]) -> Task | None:
     Raises:
         ConfigError: nothing says what to train, or the task's arguments do not fit.
     """
-    from torsh_trainer.task import Task  # torch loads here: see work
-
     source, _ = planned_data(config)
     planned = _PlannedTask.of(config, source)
+    return planned.build() if _brings_its_loop(planned) else None
+
+
+def _brings_its_loop(planned: _PlannedTask) -> bool:
+    from torsh_trainer.task import Task  # torch loads here: see work
+
     kind = planned.task.factory
-    if not isinstance(kind, type) or getattr(kind, "course", Task.course) is Task.course:
-        return None
-    return planned.build()
+    return isinstance(kind, type) and getattr(kind, "course", Task.course) is not Task.course
 
 
 def planned_data(config: Mapping[str, Any]) -> tuple[Plan | None, Plan]:
@@ -325,6 +375,16 @@ def _enabled(config: Mapping[str, Any], group: str) -> list[Plan]:
             continue
         plans.append(plan({k: v for k, v in node.items() if k != "enabled"}, key=key))
     return plans
+
+
+def _looking_at_objective(knobs: Mapping[str, Any], planned: _PlannedTask) -> list[Callback]:
+    """What refuses an objective that is no metric; a task's own loop says itself."""
+    from torsh_trainer.callbacks.objective import ObjectiveIsKnown  # torch loads here: see work
+
+    name = knobs.get("objective")
+    if not isinstance(name, str) or _brings_its_loop(planned):
+        return []
+    return [ObjectiveIsKnown(name, tests="test" in (knobs.get("stages") or ()))]
 
 
 def _check_names(config: Mapping[str, Any]) -> None:

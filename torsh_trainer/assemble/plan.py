@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torsh_trainer.assemble.values import fitted
+from torsh_trainer.assemble.values import check_finite, fitted
 from torsh_trainer.errors import ConfigError, TorshError, nearest
 from torsh_trainer.lookup import imported
 
@@ -133,11 +133,15 @@ def plan_call(
 
 @dataclass(frozen=True)
 class Signature:
-    """What a callable takes: its parameters by name, their annotations, whether any name goes."""
+    """What a callable takes: its parameters by name, their annotations, whether any name goes.
+
+    ``finite`` is true for what is ours or torch's: no knob of theirs means anything by infinity.
+    """
 
     parameters: Mapping[str, inspect.Parameter]
     hints: Mapping[str, Any]
     open: bool
+    finite: bool = False
 
     KINDS: ClassVar = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -151,7 +155,9 @@ class Signature:
         kinds = {p.kind for p in parameters.values()}
         by_keyword = getattr(factory, "keywords_are_options", False)  # here they stand in `options`
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds and not by_keyword
-        return cls(named, _hints(factory), open=takes_any)
+        package = str(getattr(factory, "__module__", "")).partition(".")[0]
+        finite = package == "torch" or package.startswith("torsh_")
+        return cls(named, _hints(factory), open=takes_any, finite=finite)
 
     @property
     def names(self) -> list[str]:
@@ -171,6 +177,8 @@ class Signature:
         default = inspect.Parameter.empty if parameter is None else parameter.default
         if isinstance(value, Plan) and not value.partial and _asks_for_factory(hint):
             return Factory(value)
+        if self.finite:
+            check_finite(value, key=key, default=default)
         return fitted(value, hint, key=key, default=default, nested=_nested)
 
 

@@ -6,6 +6,7 @@ import collections.abc
 import dataclasses
 import inspect
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -41,6 +42,9 @@ _WORDS = {
 }
 
 
+_NOTHING = (None, inspect.Parameter.empty)
+
+
 class _Unfit(Exception):
     """The value does not fit; only its caller knows the whole of what was wanted."""
 
@@ -68,6 +72,25 @@ def fitted(
         raise ConfigError(
             f"{key}: expected {words(wanted)}, got {shown(value)}", fix=fix, key=key
         ) from None
+
+
+def check_finite(value: Any, *, key: str, default: Any) -> None:
+    """Refuses infinity and NaN, however deep, where ``default`` is not such a number itself.
+
+    Raises:
+        ConfigError: names ``key``.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(default, float) and not math.isfinite(default):
+            return
+        fix = "give a number" if default in _NOTHING else f"the default is {shown(default)}"
+        raise ConfigError(f"{key}={value} is not a finite number", fix=fix, key=key)
+    if isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            check_finite(item, key=f"{key}[{i}]", default=None)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            check_finite(item, key=f"{key}.{name}", default=None)
 
 
 def words(wanted: Any) -> str:

@@ -91,13 +91,18 @@ class Job:
         except TorshError:
             _remove_empty(run_dir)
             raise
-        began = time.time()
+        began, is_new = time.time(), not any(run_dir.glob("*"))
         try:
             _keep_composition(config, run_dir / HYDRA_FOLDER)
             shown = written(config, settings)
             return self._run(settings, run_dir, _overrides(), self._said(config), shown)
         except Exception as error:
-            _leave_result(as_failure(error), run_dir, since=began)
+            failure = as_failure(error)
+            refused = is_new and _refused_in_a_folder_of_ours(failure, run_dir)
+            if refused and RunDir(run_dir).take_back():
+                _remove_empty(run_dir.parent)
+            else:
+                _leave_result(failure, run_dir, since=began)
             raise
 
     def _said(self, config: DictConfig) -> dict[str, Any]:
@@ -204,6 +209,19 @@ def _failure(error: Exception, config: DictConfig) -> TorshError:
     if config.get("debug") is True:
         tracebacks.show(failure)
     return failure
+
+
+def _refused_in_a_folder_of_ours(failure: TorshError, run_dir: Path) -> bool:
+    """Whether the user's input was at fault, in a folder that nobody looks for.
+
+    One that the command line names, or that belongs to a sweep, is where a program reads the error.
+    """
+    hydra = HydraConfig.get()
+    named = any(bare_key(text) == "hydra.run.dir" for text in hydra.overrides.hydra)
+    code = getattr(failure, "cause_exit_code", failure.exit_code)
+    said = run_dir.name in str(failure)
+    alone = hydra.mode is RunMode.RUN and not named and not said
+    return bool(alone and code == ConfigError.exit_code)
 
 
 def _remove_empty(run_dir: Path) -> None:

@@ -71,7 +71,9 @@ class Overrides:
         if key in self._groups and not isinstance(override.value(), dict):
             return self._choose(override)
         self._check_key(override)
-        free = key.partition(".")[0] == FREE or own_nodes.within(key, placed)
+        # What a mapping may hold its owner knows, whom it is held against before anything is built.
+        mapping = "." in key and isinstance(override.value(), dict)
+        free = key.partition(".")[0] == FREE or mapping or own_nodes.within(key, placed)
         if free and not override.is_delete():
             return f"++{text.lstrip('+')}"
         new = today(key, self.renamed)
@@ -133,7 +135,14 @@ class Overrides:
     def _option(self, group: str, element: Any) -> str:
         """``element`` as Hydra finds it: an option's name, or the absolute path of a file."""
         name = element.text if isinstance(element, QuotedString) else str(element)
-        file = self._file(group, name)
+        try:
+            file = self._file(group, name)
+        except OSError as error:  # such as a name that no file system takes
+            raise ConfigError(
+                f"{group}={name[:40]}{'...' * (len(name) > 40)} cannot be looked for: "
+                f"{error.strerror}",
+                fix="correct the name",
+            ) from error
         if file is not None:
             return _quoted(file.as_posix())
         name = name.removesuffix(".yaml")

@@ -95,7 +95,6 @@ def find_roots(config_dir: str | None = None) -> Roots:
 
     Raises:
         ConfigError: ``config_dir`` is not a folder.
-        ResourceError: a plugin is registered, but its package is gone.
     """
     user = None
     if config_dir is not None:

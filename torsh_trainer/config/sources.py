@@ -21,6 +21,7 @@ from torsh_trainer.config.own_nodes import completed
 from torsh_trainer.config.renamed import RENAMED, Table, rename_in
 from torsh_trainer.config.roots import RECIPE, YAML, Root, Roots
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.translate.yaml_places import check_size
 
 
 class YamlSource(ConfigSource):
@@ -182,10 +183,16 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     """The YAML in ``text``, read as Hydra reads it.
 
     Raises:
-        ConfigError: it is not YAML, or not a mapping; names the file and the line.
+        ConfigError: it is not YAML, not a mapping, or too large by its aliases; names the file and
+            the line.
     """
     try:
+        if "&" in text and "*" in text:  # anchors and aliases, perhaps
+            for node in yaml.compose_all(text, yaml.SafeLoader):
+                check_size(node, str(path))
         content = OmegaConf.to_container(OmegaConf.create(text))
+    except RecursionError as error:
+        raise ConfigError(f"{path} is nested too deep", fix="correct its brackets") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)

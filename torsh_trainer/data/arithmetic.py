@@ -75,3 +75,24 @@ def _divide(batch: int, parts: int, what: str, dp_size: int) -> int:
             fix=f"data.batch_size={near} would",
         )
     return batch // parts
+
+
+def fitting(loading: Loading, samples: int, dp_size: int, micro_batches: int) -> str:
+    """What to set so that a global batch fits into ``samples``, and the numbers still divide.
+
+    ``micro_batches`` are those of a global batch today, over all processes.
+    """
+    if samples < 1:
+        return "check the data source"
+    if samples < dp_size:
+        return f"take {samples} processes or fewer (launcher.num_processes)"
+    parts = micro_batches if micro_batches <= samples else dp_size
+    micro = samples // parts
+    knobs = [f"data.batch_size={micro * parts}"]
+    if loading.micro_batch_size is not None:
+        knobs.insert(0, f"data.micro_batch_size={micro}")
+        if loading.batch_size is None and parts == micro_batches:
+            knobs.pop()
+    if parts != micro_batches:
+        knobs.append(f"trainer.accumulate={parts // dp_size}")
+    return f"set {' '.join(knobs)}" + (" or less" if len(knobs) == 1 and parts == 1 else "")

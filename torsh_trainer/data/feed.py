@@ -19,7 +19,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataset import TensorDataset
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE
+from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE, fitting
 from torsh_trainer.data.batch import MicroBatch, Place, Step
 from torsh_trainer.data.collating import stacked
 from torsh_trainer.data.draws import Failed, seed_draws
@@ -303,7 +303,7 @@ def _sampler(
     if size < cut.batch_size:
         raise ConfigError(
             f"the training data has {size} samples, and one global batch takes {cut.batch_size}",
-            fix=f"set data.batch_size={max(size, 1)} or less" if size else "check the data source",
+            fix=fitting(loading, size, cut.dp_size, cut.batch_size // cut.micro_batch_size),
         )
     if weights is not None and len(weights) > size:
         weights = drawable(weights[:size], "the first sample_weights()")

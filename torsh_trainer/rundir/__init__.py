@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,13 @@ RESULT_KEYS = (
 """What result.json always holds; null where the run did not come so far."""
 
 _ELSEWHERE = "choose another run directory (hydra.run.dir, run_dir)"
+PROVENANCE = "provenance"
+"""The name of the thread that gathers it."""
+
+_BEFORE_THE_START = {MARKER, "config.yaml", "provenance.json", "result.json", "logs", ".hydra"}
+_BY_LOGGERS = {"metrics.jsonl", "metrics.csv", "tensorboard"}
+"""What loggers open beside it; nothing stands in them yet where the first is empty."""
+
 _MADE_JUST_BEFORE = re.compile(r"\.hydra|logs|.*\.log")
 """What Hydra and the launcher put there before rank 0 comes."""
 
@@ -93,6 +101,21 @@ class RunDir:
         except OSError as error:
             raise disk_error(error, "read", path) from error
 
+    def take_back(self) -> bool:
+        """Removes what was written for a run that is refused before its first step.
+
+        Returns whether it was one: nothing lies there that a run which began would leave.
+        """
+        metrics = self.path / "metrics.jsonl"
+        opened = _BY_LOGGERS if metrics.is_file() and not metrics.stat().st_size else set()
+        if any(path.name not in _BEFORE_THE_START | opened for path in self.path.iterdir()):
+            return False
+        for thread in threading.enumerate():  # it still writes
+            if thread.name == PROVENANCE:
+                thread.join()
+        shutil.rmtree(self.path, ignore_errors=True)
+        return True
+
     @property
     def checkpoints(self) -> Path:
         """Where checkpoints go unless ``checkpoint.dir`` says otherwise."""
@@ -136,7 +159,7 @@ class RunDir:
             except TorshError as error:
                 log.warning("%s", error)
 
-        thread = threading.Thread(target=write, name="provenance")
+        thread = threading.Thread(target=write, name=PROVENANCE)
         thread.start()
         return thread
 

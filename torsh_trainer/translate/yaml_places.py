@@ -9,6 +9,7 @@ from torsh_trainer.translate.lenient_json import DEEPEST
 from torsh_trainer.translate.nodes import Entry, Node, Place
 
 _MOST_NODES = 100_000
+_MOST_BY_ALIASES = 2_000
 """Aliases make a small file grow without end; no configuration comes near this."""
 
 
@@ -26,6 +27,7 @@ def parse(text: str, *, name: str) -> Node:
         root = loader.get_single_node()
         if root is None:
             return Node({}, Place(1, 1))
+        check_size(root, name)
         node = _Walk(loader, name).node(root, 0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -42,15 +44,35 @@ def parse(text: str, *, name: str) -> Node:
     return node
 
 
+def check_size(root: yaml.Node, name: str) -> None:
+    """Refuses what aliases make too large, or has itself within itself; ``name`` is the file's.
+
+    Raises:
+        ConfigError: with the place where it goes too far.
+    """
+    written: set[int] = set()
+    count, ahead = 0, [(root, 0)]
+    while ahead:
+        node, depth = ahead.pop()
+        count += 1
+        written.add(id(node))
+        place = Place(node.start_mark.line + 1, node.start_mark.column + 1)
+        if depth > DEEPEST:
+            raise _wrong(name, place, "is nested too deep")
+        if count > _MOST_NODES or count - len(written) > _MOST_BY_ALIASES:
+            raise _wrong(name, place, "grows too large by its aliases")
+        if isinstance(node, yaml.MappingNode):
+            ahead += [(item, depth + 1) for pair in node.value for item in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            ahead += [(item, depth + 1) for item in node.value]
+
+
 class _Walk:
     def __init__(self, loader: yaml.SafeLoader, name: str) -> None:
-        self.loader, self.name, self.count = loader, name, 0
+        self.loader, self.name = loader, name
 
     def node(self, node: yaml.Node, depth: int) -> Node:
         place = Place(node.start_mark.line + 1, node.start_mark.column + 1)
-        self.count += 1
-        if depth > DEEPEST or self.count > _MOST_NODES:
-            raise _wrong(self.name, place, "is nested too deep, or grows too large by its aliases")
         if isinstance(node, yaml.MappingNode):
             return Node(self.entries(node, depth), place)
         if isinstance(node, yaml.SequenceNode):
