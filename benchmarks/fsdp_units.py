@@ -52,10 +52,10 @@ class Case:
 
 
 CASES = (
-    Case("25k (6 x 64)", 64, 6, block=8, blocks=24),
-    Case("1.6M (6 x 512)", 512, 6, block=4, blocks=24),
-    Case("6.3M (24 x 512)", 512, 24, block=2, blocks=16),
-    Case("6.3M (6 x 1024)", 1024, 6, block=2, blocks=16),
+    Case("25k (6 x 64)", 64, 6, block=8, blocks=14),
+    Case("1.6M (6 x 512)", 512, 6, block=4, blocks=14),
+    Case("6.3M (24 x 512)", 512, 24, block=2, blocks=12),
+    Case("6.3M (6 x 1024)", 1024, 6, block=2, blocks=12),
     Case("25M (6 x 2048)", 2048, 6, block=1, blocks=12),
 )
 
