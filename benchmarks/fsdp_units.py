@@ -1,11 +1,15 @@
 """(u) A step of FSDP on two processes, by how the model is cut into units, beside torch's FSDP2.
 
-Blocks of steps alternate as in (b); the other block is FSDP2 with every block wrapped.
+All contenders are in the same two processes and take their blocks of steps in turns; every second
+round goes in the opposite order. What is told are ratios to FSDP2 with every block wrapped, in the
+same round.
 """
 
 from __future__ import annotations
 
-import itertools
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,37 +18,38 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.comparing import Between, Blocks, Spread, on_ranks, one_by_one
-from benchmarks.contenders import endless, trainer
-from benchmarks.step_cost import ours
-from benchmarks.work import BareLoop, Samples, build_model, table
-from torsh_trainer.comm.base import CommOptions
+from benchmarks.comparing import Spread, in_turns, on_ranks, one_by_one
+from benchmarks.contenders import BenchTask
+from benchmarks.work import BATCH, BareLoop, Samples, build_model, table
+from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.start import create
+from torsh_trainer.strategies.base import BatchPlan, Clip, Job, MicroBatch
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.trainer import run_in
 from torsh_trainer.world import World
 
 TITLE = "a step of FSDP by its units"
 EVERYTHING = 2**50
+PEER = "FSDP2, every block"
 
 CONTENDERS: dict[str, FSDP | None] = {
+    PEER: None,
     "FSDP2, one unit": None,
     "strategy=fsdp, every block a unit": FSDP(wrap_min_bytes=0),
     "strategy=fsdp, one unit": FSDP(wrap_min_bytes=EVERYTHING),
     "strategy=fsdp": FSDP(),
 }
-"""None is a bare loop."""
+"""None is a bare loop; the others are engines, driven as the loop drives them."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """So many square layers of a width, measured in blocks of steps."""
+    """So many square layers of a width, measured in rounds of blocks of steps."""
 
     model: str
     width: int
     layers: int
     block: int
-    blocks: int
+    rounds: int
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -52,37 +57,27 @@ class Case:
 
 
 CASES = (
-    Case("25k (6 x 64)", 64, 6, block=8, blocks=24),
-    Case("1.6M (6 x 512)", 512, 6, block=4, blocks=24),
-    Case("6.3M (24 x 512)", 512, 24, block=2, blocks=16),
-    Case("6.3M (6 x 1024)", 1024, 6, block=2, blocks=16),
-    Case("25M (6 x 2048)", 2048, 6, block=1, blocks=12),
+    Case("25k (6 x 64)", 64, 6, block=10, rounds=40),
+    Case("1.6M (6 x 512)", 512, 6, block=5, rounds=40),
+    Case("6.3M (24 x 512)", 512, 24, block=2, rounds=30),
+    Case("6.3M (6 x 1024)", 1024, 6, block=2, rounds=30),
+    Case("25M (6 x 2048)", 2048, 6, block=1, rounds=20),
 )
 
 
 def measure(*, quick: bool, device: str) -> list[dict[str, Any]]:
     """A row for each case and contender; on CPUs, whatever ``device`` is."""
-    return one_by_one(
-        itertools.product(CASES, CONTENDERS),
-        lambda pair: _row(*pair, quick=quick),
-        lambda row: f"{row['model']}, {row['contender']}: {row['ratio']['value']:.2f}",
+    found = one_by_one(
+        CASES,
+        lambda case: on_ranks(2, _rank, case, 4 if quick else case.rounds),
+        lambda rows: "; ".join(f"{r['contender']} {r['ratio']['value']:.2f}" for r in rows),
     )
-
-
-def _row(case: Case, contender: str, *, quick: bool) -> dict[str, Any]:
-    found = on_ranks(2, _rank, case, contender, 4 if quick else case.blocks)
-    return {
-        "model": case.model,
-        "contender": contender,
-        "ratio": asdict(found.ratio),
-        "bare_us": found.bare_us,
-        "blocks": len(found.contender),
-    }
+    return [row for rows in found for row in rows]
 
 
 def text(rows: list[dict[str, Any]]) -> str:
     """The table, in Markdown."""
-    head = ("model", "loop", "of FSDP2, every block", "95% interval", "its step (ms)", "blocks")
+    head = ("model", "loop", "of FSDP2, every block", "95% interval", "its step (ms)", "rounds")
     cells = [
         (
             row["model"],
@@ -97,21 +92,54 @@ def text(rows: list[dict[str, Any]]) -> str:
     return f"{title}\n\n{table(head, cells)}"
 
 
-def _rank(world: World, case: Case, contender: str, blocks: int, folder: Path) -> Blocks:
+def _rank(world: World, case: Case, rounds: int, folder: Path) -> list[dict[str, Any]]:
     comm = create(world, CommOptions(backend="gloo"), torch.device("cpu"))
-    strategy = CONTENDERS[contender]
-    source = endless if strategy is None else ours
-    wrapped = _cut(build_model(case.widths), every_block=True)
-    bare = BareLoop(wrapped, iter(source(Samples(features=case.width))))
-    data = Between(bare.run, block=case.block, features=case.width)
-    steps = data.steps(blocks)
-    if strategy is None:
-        loop = BareLoop(_cut(build_model(case.widths), every_block=False), iter(endless(data)))
-        loop.run(steps)
-    else:
-        run_in(world, trainer(data, steps, case.widths, folder, "cpu", strategy=strategy, ranks=2))
+    batch = Samples(features=case.width).__getitems__(list(range(BATCH)))
+    runs = {name: _steps(name, case, batch, comm) for name in CONTENDERS}
+
+    def block(name: str) -> float:
+        comm.barrier()
+        began_s = time.perf_counter()
+        runs[name](case.block)
+        comm.barrier()
+        return (time.perf_counter() - began_s) / case.block
+
+    in_turns(CONTENDERS, block)  # a warm-up
+    seen = in_turns(CONTENDERS, block, rounds=rounds)
     comm.close()
-    return data.blocks
+    return [
+        {
+            "model": case.model,
+            "contender": name,
+            "ratio": asdict(
+                Spread.confident(t / b for t, b in zip(times, seen[PEER], strict=True))
+            ),
+            "bare_us": 1e6 * statistics.median(seen[PEER]),
+            "blocks": rounds,
+        }
+        for name, times in seen.items()
+        if name != PEER
+    ]
+
+
+def _steps(name: str, case: Case, batch: Any, comm: Communicator) -> Callable[[int], None]:
+    """Takes so many steps."""
+    strategy = CONTENDERS[name]
+    if strategy is None:
+        wrapped = _cut(build_model(case.widths), every_block=name == PEER)
+        return BareLoop(wrapped, iter(lambda: batch, None)).run
+    task = BenchTask([], case.widths)
+    plan = BatchPlan(batch_size=2 * BATCH, micro_batch_size=BATCH, accumulate=1, dp_size=2)
+    engine = strategy.prepare(Job(task=task, build_model=task.build_model, batch=plan), comm)
+    work, clip = [MicroBatch(batch, BATCH, None)], Clip()
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            engine.zero_grad()
+            engine.forward_backward(work, 2 * BATCH, task)
+            engine.step(clip)
+
+    return run
 
 
 def _cut(model: nn.Module, *, every_block: bool) -> nn.Module:

@@ -74,8 +74,13 @@ def impatient() -> Iterator[RankPool]:
 @pytest.mark.parametrize("widths", [(WIDTH, WIDTH), (WIDTH, 3 * WIDTH)], ids=["same", "other"])
 @pytest.mark.parametrize(
     "strategy",
-    [FSDP(wrap_min_bytes=0), FSDP(wrap_modules=("Linear",)), FSDP(wrap_modules=("Embedding",))],
-    ids=["branches", "layers", "root"],
+    [
+        FSDP(wrap_min_bytes=0),
+        FSDP(),
+        FSDP(wrap_modules=("Linear",)),
+        FSDP(wrap_modules=("Embedding",)),
+    ],
+    ids=["branches", "merged", "layers", "root"],
 )
 def test_processes_that_branch_apart_say_so_on_every_rank(
     strategy: FSDP, widths: tuple[int, int]

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.precision import Precision
 from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.strategies.merging import Unit, merge_small, units_in_words
 from torsh_trainer.strategies.units import units_of
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
@@ -63,11 +63,9 @@ class StackTask(TinyTask):
             return model
 
 
-def layout(
-    comm: Communicator, knobs: FSDP, task: StackTask, precision: Precision = Precision()
-) -> tuple[str, int]:
+def layout(comm: Communicator, knobs: FSDP, task: StackTask) -> tuple[str, int]:
     """How the engine says that it is cut, and how many units FSDP2 has."""
-    scenario = Scenario(data=TinyData(), precision=precision)
+    scenario = Scenario(data=TinyData())
     engine = Driver(comm, knobs, scenario, task=task).engine
     found = engine.layout(), len(units_of(engine.model))
     engine.close()
@@ -77,10 +75,10 @@ def layout(
 @pytest.mark.parametrize(
     ("knobs", "layers", "units"),
     [
-        (FSDP(), 5, 1),
+        (FSDP(), 5, 2),
         (FSDP(wrap_min_bytes=0), 5, 6),
         (FSDP(wrap_min_bytes=2 * BLOCK), 4, 3),
-        (FSDP(wrap_min_bytes=2 * BLOCK), 5, 3),
+        (FSDP(wrap_min_bytes=2 * BLOCK), 5, 4),
         (FSDP(wrap_min_bytes=2 * BLOCK + 1), 6, 3),
         (FSDP(wrap_modules=("Linear",)), 5, 7),
     ],
@@ -91,25 +89,54 @@ def test_neighbours_are_one_unit_until_they_have_the_bytes(
 ) -> None:
     said, found = shared(2).run(layout, knobs, StackTask(layers))[0]
     assert found == units
-    assert said.startswith("sharded as one unit" if units == 1 else f"sharded in {units} units: ")
+    assert said.startswith(f"sharded in {units} units: ")
 
 
 def test_the_layout_names_what_is_together() -> None:
     said, _ = shared(2).run(layout, FSDP(wrap_min_bytes=2 * BLOCK), StackTask(5))[0]
-    assert said == "sharded in 3 units: 2 x 2 Linear of 0.0 MiB, the rest of 0.0 MiB"
+    assert said == (
+        "sharded in 4 units: 2 x 2 Linear of 0.0 MiB, 1 x 1 Linear of 0.0 MiB, the rest of 0.0 MiB"
+    )
 
 
 def test_blocks_that_train_in_other_dtypes_stay_apart() -> None:
     task = StackTask(4, wide=1)
     said, units = shared(2).run(layout, FSDP(), task)[0]
-    assert units == 2
-    assert said.startswith("sharded in 2 units: 1 x 1 Linear")
+    assert units == 4
+    assert said.startswith("sharded in 4 units: 2 x 1 Linear of 0.0 MiB, 1 x 2 Linear")
 
 
-def test_below_fp32_no_block_is_the_roots_own_whose_inputs_fsdp2_would_not_cast() -> None:
-    low = Precision(params="bf16", compute="bf16")
-    said, units = shared(2).run(layout, FSDP(), StackTask(3), low)[0]
-    assert (units, said.partition(" of ")[0]) == (2, "sharded in 2 units: 1 x 3 Linear")
+def test_a_model_of_blocks_alone_is_one_unit() -> None:
+    layers = [nn.Linear(512, 512) for _ in range(3)]
+    root = nn.Sequential(*layers)
+    blocks = [Unit((layer,), tuple(layer.parameters())) for layer in layers]
+    merged = merge_small(blocks, [root], least=2**23)
+    assert (
+        units_in_words(merged, [Unit((root,), ())]) == "sharded in 1 unit: 1 x 3 Linear of 3.0 MiB"
+    )
+
+
+def lonely(comm: Communicator, knobs: FSDP) -> dict[str, Tensor]:
+    """Trains where a block is called by itself before each step, outside of the model's forward."""
+    driver = Driver(comm, knobs, Scenario(data=TinyData(steps=4)), task=StackTask(5))
+    outcome = Outcome()
+
+    def look() -> None:
+        with torch.no_grad():
+            driver.engine.model.layers[1](torch.ones(2, WIDTH))
+
+    for step in range(4):
+        look()
+        driver.step(step, outcome)
+    return driver.finish(outcome).parameters
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_a_block_of_a_merged_unit_can_be_called_by_itself(frees: bool) -> None:
+    expected = reference.train(Scenario(data=TinyData(steps=4)), 2, task=StackTask(5)).parameters
+    knobs = FSDP(wrap_min_bytes=3 * BLOCK, reshard_after_forward=frees)
+    for found in shared(2).run(lonely, knobs):
+        same_tensors(found, expected, FP32.parameters, "parameters")
 
 
 def parameters(comm: Communicator, knobs: FSDP, task: StackTask) -> dict[str, Tensor]:

@@ -41,7 +41,13 @@ from torsh_trainer.strategies.rehearsal import refuse_unsharded
 from torsh_trainer.strategies.trained import Change
 from torsh_trainer.strategies.uncut import Uncut, check_one_dtype, find_uncut, parameters_by_unit
 from torsh_trainer.strategies.uncut import tell as tell_uncut
-from torsh_trainer.strategies.units import CommonOrder, WholePass, units_of
+from torsh_trainer.strategies.units import (
+    CommonOrder,
+    WholePass,
+    forget_forward,
+    merged_states,
+    units_of,
+)
 from torsh_trainer.strategies.within_loss import Reads, in_words, refuse_second_order
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
@@ -128,10 +134,10 @@ class FSDP(Strategy):
         hooks = hooks_of(model, uncut.values(), job, self)
         whole = set(uncut.values())
         units = [u for u in units if u not in roots and any(p not in whole for p in u.parameters())]
-        parts, wider = self._merged(units, roots, job, whole)
-        layout = units_in_words(parts, wider)
+        parts, rest = self._merged(units, roots, whole)
+        layout = units_in_words(parts, rest)
         sharding.shard(
-            wider,
+            rest,
             parts,
             job,
             mesh=mesh,
@@ -167,7 +173,6 @@ class FSDP(Strategy):
         self,
         units: Sequence[nn.Module],
         roots: Sequence[nn.Module],
-        job: Job,
         uncut: set[nn.Parameter],
     ) -> tuple[list[Unit], list[Unit]]:
         """What is sharded as one, inner units and roots."""
@@ -178,9 +183,7 @@ class FSDP(Strategy):
         )
         if self.wrap_modules or self.wrap_min_parameters is not None:
             return blocks, outer
-        # FSDP2 casts what comes into a unit's modules: those of the root's own go without.
-        into_roots = job.precision.params == "fp32"
-        return merge_small(blocks, outer, least=self.wrap_min_bytes, into_roots=into_roots)
+        return merge_small(blocks, roots, least=self.wrap_min_bytes), outer
 
     def _roots(self, model: nn.Module) -> list[nn.Module]:
         """For a task that steps within a forward of ``model``: the modules that it calls there.
@@ -268,6 +271,7 @@ class FSDPEngine(NativeEngine):
         self._layout = layout
         self._roots: list[Any] = list(roots)
         self._units = units_of(model)
+        self._merged = merged_states(model)
         self._parts = self._all_parts()
         carry_over(hooks, (part for part, _ in self._parts), self._names)
         self._pass = WholePass(roots, comm) if knobs.find_unused_parameters else None
@@ -446,6 +450,8 @@ class FSDPEngine(NativeEngine):
 
         The next one would use that instead of parameters that have changed since, or do not train.
         """
+        for state in self._merged:
+            forget_forward(state)
         for unit in self._units:
             unit.reshard()
 

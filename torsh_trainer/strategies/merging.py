@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,48 +35,42 @@ class Unit:
         return " + ".join(f"{count} {name}" for name, count in counted.items())
 
 
-def merge_small(
-    blocks: Sequence[Unit], roots: Sequence[Unit], *, least: int, into_roots: bool
-) -> tuple[list[Unit], list[Unit]]:
-    """``blocks`` and ``roots`` with neighbours put together until they have ``least`` bytes.
+def merge_small(blocks: Sequence[Unit], roots: Sequence[nn.Module], *, least: int) -> list[Unit]:
+    """``blocks`` with neighbours put together until they have ``least`` bytes.
 
-    What is left at the end of a root's blocks is that root's own, if ``into_roots``, else a unit.
-    Blocks that train in several dtypes stay as they are, and those of several dtypes apart: FSDP2
-    reduces a unit's gradients in one.
+    Only those of one root, which train in one dtype, the same: FSDP2 reduces a unit's gradients in
+    one. What a root has beside its blocks stays its own, since it may be used without a call.
     """
     merged: list[Unit] = []
-    wider: dict[int, list[Unit]] = {}
-    for (root, kinds), run in itertools.groupby(blocks, key=lambda block: _place(block, roots)):
+    for (_, kinds), run in itertools.groupby(blocks, key=lambda block: _place(block, roots)):
         pending: list[Unit] = []
         for block in run:
             pending.append(block)
             if len(kinds) > 1 or sum(unit.nbytes for unit in pending) >= least:
                 merged.append(_together(pending))
                 pending = []
-        if pending and into_roots and roots[root].kinds <= kinds:
-            wider.setdefault(root, []).extend(pending)
-        elif pending:
+        if pending:
             merged.append(_together(pending))
-    return merged, [
-        Unit(root.modules, (*root.parameters, *_parameters(wider.get(number, ()))))
-        for number, root in enumerate(roots)
-    ]
+    return merged
 
 
 def units_in_words(units: Sequence[Unit], roots: Sequence[Unit]) -> str:
     """How a model is cut, in one line."""
-    kinds = Counter((unit.words, _mib(unit.nbytes)) for unit in units)
-    parts = [f"{count} x {words} of {size}" for (words, size), count in kinds.items()]
-    rest = _mib(sum(root.nbytes for root in roots))
-    said = ", ".join([*parts[:4], *(["..."] if len(parts) > 4 else []), f"the rest of {rest}"])
-    count = len(units) + len(roots)
-    return f"sharded in {count} units: {said}" if units else f"sharded as one unit of {rest}"
+    kinds = Counter(f"{unit.words} of {_mib(unit.nbytes)}" for unit in units if unit.nbytes)
+    parts = [f"{count} x {words}" for words, count in kinds.items()]
+    rest = [root for root in roots if root.nbytes]
+    if rest:
+        parts.append(f"the rest of {_mib(sum(root.nbytes for root in rest))}")
+    count = kinds.total() + len(rest)
+    more = ["..."] if len(parts) > 5 else []
+    said = ", ".join([*parts[:4], *more, *parts[max(4, len(parts) - 1) :]])
+    return f"sharded in {count} unit{'s' if count > 1 else ''}: {said}"
 
 
-def _place(block: Unit, roots: Sequence[Unit]) -> tuple[int, frozenset[torch.dtype]]:
+def _place(block: Unit, roots: Sequence[nn.Module]) -> tuple[int, frozenset[torch.dtype]]:
     """Number of the root that ``block`` is in, and its dtypes."""
     module = block.modules[0]
-    found = next(n for n, root in enumerate(roots) if _holds(root.modules[0], module))
+    found = next(n for n, root in enumerate(roots) if _holds(root, module))
     return found, block.kinds
 
 
@@ -85,11 +79,10 @@ def _holds(root: nn.Module, module: nn.Module) -> bool:
 
 
 def _together(units: Sequence[Unit]) -> Unit:
-    return Unit(tuple(m for unit in units for m in unit.modules), tuple(_parameters(units)))
-
-
-def _parameters(units: Collection[Unit]) -> Iterator[nn.Parameter]:
-    return (p for unit in units for p in unit.parameters)
+    return Unit(
+        tuple(module for unit in units for module in unit.modules),
+        tuple(parameter for unit in units for parameter in unit.parameters),
+    )
 
 
 def _mib(nbytes: int) -> str:

@@ -20,6 +20,7 @@ from torsh_trainer.errors import ConfigError, Unsupported, nearest
 from torsh_trainer.precision import DTypeName
 from torsh_trainer.randomness import Randomness
 from torsh_trainer.strategies.base import Job, Strategy
+from torsh_trainer.strategies.compiling import tell_of_compilations
 from torsh_trainer.strategies.recompute import recompute_in_backward
 from torsh_trainer.strategies.sync_batchnorm import synchronise
 
@@ -328,6 +329,7 @@ def compiled(job: Job, modules: Iterator[nn.Module] | Sequence[nn.Module]) -> No
             torch._inductor.config.fallback_random = True
         for module in modules:
             module.compile(**job.compile)
+        tell_of_compilations()
 
 
 def randomness_of(job: Job) -> Randomness:

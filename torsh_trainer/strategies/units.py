@@ -27,6 +27,27 @@ def units_of(root: Any) -> list[Any]:
     return [unit for _, unit in _named_units(root)]
 
 
+def merged_states(root: Any) -> list[Any]:
+    """What FSDP2 knows of each unit below ``root`` that consists of several modules."""
+    cut = (module for module in root.modules() if hasattr(module, "_get_fsdp_state"))
+    states = dict.fromkeys(module._get_fsdp_state() for module in cut)
+    return [state for state in states if len(state._modules) > 1]
+
+
+def forget_forward(state: Any) -> None:
+    """Ends a forward that some of a unit's modules have not been called in.
+
+    FSDP2 waits for them: a hook that calls one module alone would leave the unit in its forward.
+    """
+    if state._modules_to_run_forward:
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+        for unit in state._fsdp_param_groups:
+            unit._training_state = type(unit._training_state).IDLE
+        if state._state_ctx.iter_forward_root is state:
+            state._state_ctx.iter_forward_root = None
+
+
 class WholePass:
     """For forwards that go different ways: no collective depends on what a process comes to.
 

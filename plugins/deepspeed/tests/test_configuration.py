@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch.optim import AdamW
-from torsh_trainer_deepspeed import DeepSpeed, DeepSpeedConfig, DeepSpeedIntegration, library
+from torsh_trainer_deepspeed import (
+    DeepSpeed,
+    DeepSpeedConfig,
+    DeepSpeedIntegration,
+    library,
+    operators,
+)
 from torsh_trainer_deepspeed.config import KNOWN_KEYS
 from torsh_trainer_deepspeed.recipe import FileSchedule, Told, check_optimizer, told
 
@@ -429,11 +435,11 @@ def test_a_device_that_deepspeed_does_not_drive_here_is_named():
 
 def test_what_is_compiled_stays_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library.extensions_dir().is_relative_to(tmp_path / "torsh-trainer")
+    assert operators.extensions_dir().is_relative_to(tmp_path / "torsh-trainer")
 
 
 def test_a_compilation_that_fails_says_what_it_needs_and_waits_for_no_dead_one(tmp_path):
-    folder = tmp_path / "torsh-trainer" / "torch_extensions" / library.extensions_dir().name
+    folder = tmp_path / "torsh-trainer" / "torch_extensions" / operators.extensions_dir().name
     mark = folder / "deepspeed_shm_comm" / "lock"
     mark.parent.mkdir(parents=True)
     mark.touch()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torsh_trainer_deepspeed import DeepSpeed, library
+from torsh_trainer_deepspeed import DeepSpeed, library, operators
 from torsh_trainer_deepspeed.files import Files, SwapFolder
 from torsh_trainer_deepspeed.needs import check_space, partitions, slots_of
 from torsh_trainer_deepspeed.strategy import ELEMENTWISE
@@ -373,4 +373,4 @@ def test_without_libaio_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "false")  # which links nothing, libaio neither
     library.load(comm)
     with pytest.raises(ResourceError, match=r"against libaio, .* apt-get install libaio-dev"):
-        library.compiled(library.FILES, comm)
+        operators.compiled(operators.FILES, comm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -339,6 +340,28 @@ def test_what_deepspeed_refuses_is_told_with_its_words_file_line_and_key(tmp_pat
     for words in shared(2).run(refused, DeepSpeed(config=str(file)), scenario):
         assert "fp16 is not supported on your device" in words
         assert f"{file}, line 20: fp16" in words
+
+
+def refused_at_once(comm: Communicator, strategy: Any, folder: Path) -> tuple[str, list[str]]:
+    """The refusal, and what was compiled, or tried to be, before it came."""
+    before = os.environ.get("TORCH_EXTENSIONS_DIR")
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    try:
+        scenario = Scenario(optimizer="adamw", data=TinyData(accumulate=4))
+        words = refused(comm, strategy, scenario)
+    finally:
+        os.environ.pop("TORCH_EXTENSIONS_DIR")
+        os.environ.update({} if before is None else {"TORCH_EXTENSIONS_DIR": before})
+    return words, [path.name for path in folder.iterdir()]
+
+
+def test_fp16_on_a_cpu_is_refused_before_anything_is_compiled(tmp_path):
+    file, folder = tmp_path / "ds_config.json", tmp_path / "extensions"
+    file.write_text(GUIDE)
+    folder.mkdir()
+    [(words, made)] = shared(1).run(refused_at_once, DeepSpeed(config=str(file)), folder)
+    assert "fp16 is not supported on your device, cpu; run on a GPU, or set bf16" in words
+    assert made == []
 
 
 @pytest.mark.parametrize("key", REFUSED)

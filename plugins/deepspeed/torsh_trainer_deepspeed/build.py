@@ -17,7 +17,7 @@ import torch
 
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import TorshError
-from torsh_trainer_deepspeed import library
+from torsh_trainer_deepspeed import library, operators
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,21 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         "operators",
         nargs="*",
         metavar="OPERATOR",
-        help=f"of {', '.join(library.BUILDERS)}; {' and '.join(library.OPERATORS)} by default",
+        help=f"of {', '.join(operators.BUILDERS)}; {' and '.join(operators.OPERATORS)} by default",
     )
-    operators = parser.parse_args(argv).operators or library.OPERATORS
-    unknown = [name for name in operators if name not in library.BUILDERS]
+    wanted = parser.parse_args(argv).operators or operators.OPERATORS
+    unknown = [name for name in wanted if name not in operators.BUILDERS]
     if unknown:
-        parser.error(f"no operator {unknown[0]!r}; choose from {', '.join(library.BUILDERS)}")
+        parser.error(f"no operator {unknown[0]!r}; choose from {', '.join(operators.BUILDERS)}")
     logging.basicConfig(format="%(message)s")
     comm = LocalCommunicator(torch.device("cpu"))
     try:
         library.load(comm)
-        library.compiled(operators, comm)
+        operators.compiled(wanted, comm)
     except TorshError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{' and '.join(operators)}: ready in {os.environ['TORCH_EXTENSIONS_DIR']}")
+    print(f"{' and '.join(wanted)}: ready in {os.environ['TORCH_EXTENSIONS_DIR']}")
     return 0
 
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
-import io
-import logging
 import os
 import re
 import resource
-import sysconfig
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
@@ -25,8 +19,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.importing import collector_at_rest
 from torsh_trainer.world import World
-
-log = logging.getLogger(__name__)
+from torsh_trainer_deepspeed import operators
 
 MISSING = "pip install torsh-trainer-deepspeed"
 
@@ -45,7 +38,7 @@ def load(comm: Communicator) -> Any:
         ResourceError: it is not installed.
         ConfigError: it was imported before, for another kind of device.
     """
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(operators.extensions_dir()))
     os.environ["LOCAL_RANK"] = str(comm.world.local_rank)
     device = comm.device
     if device.type == "cpu":
@@ -61,7 +54,7 @@ def load(comm: Communicator) -> Any:
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-    _find_ninja()
+    operators.find_ninja()
     _leave_former_group()
     chosen = get_accelerator().device_name()
     if chosen != device.type:
@@ -83,29 +76,6 @@ def _leave_former_group() -> None:
         if groups._WORLD_GROUP not in known:
             groups._release_process_group_references(group=None)
             theirs.cdb = None
-
-
-def _find_ninja() -> None:
-    """Puts the ninja that DeepSpeed was installed with before any other.
-
-    Without the environment's bin directory in PATH there may be none, or one of another version,
-    which would compile everything again: the two do not read each other's logs.
-    """
-    folder, path = sysconfig.get_path("scripts"), os.environ.get("PATH", "")
-    if Path(folder, "ninja").exists() and path.split(os.pathsep)[0] != folder:
-        os.environ["PATH"] = os.pathsep.join(filter(None, (folder, path)))
-
-
-def extensions_dir() -> Path:
-    """Where operators are compiled and kept: the user's cache, by Python, torch and its place.
-
-    The paths of torch's headers stand in what is built: two environments that shared a folder would
-    compile everything again in turns, while the other waits.
-    """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    place = hashlib.sha256(str(Path(torch.__file__).parent).encode()).hexdigest()[:8]
-    build = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}-{place}"
-    return Path(home) / "torsh-trainer" / "torch_extensions" / build
 
 
 def available_bytes() -> int | None:
@@ -218,89 +188,3 @@ class Replacement:
         if self._before:  # a hook before ours may have failed
             for name, function in self._before.pop().items():
                 setattr(functional, name, function)
-
-
-def compiled(operators: Sequence[str], comm: Communicator) -> None:
-    """Makes DeepSpeed's ``operators`` ready: compiled at their first use, with a line that says so.
-
-    Raises:
-        ResourceError: it failed; the message has what the compiler said.
-    """
-    # Imported here: see ``load``.
-    from deepspeed.accelerator import get_accelerator
-
-    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
-    due = [name for name in operators if not (folder / name / f"{name}.so").exists()]
-    if "async_io" in due and not _has_libaio():
-        raise ResourceError(
-            "DeepSpeed compiles async_io, for files, against libaio, which is not there",
-            fix=_LIBAIO,
-        )
-    if due and comm.world.is_main:
-        log.warning(
-            "DeepSpeed compiles %s, once: a few minutes; it stays in %s",
-            " and ".join(due),
-            folder,
-        )
-    for name in operators:
-        builder = get_accelerator().create_op_builder(BUILDERS[name])
-        # Every rank would say that it has it.
-        with _alone(folder / name), contextlib.redirect_stdout(io.StringIO()):
-            try:
-                builder.load(verbose=False)
-            except (RuntimeError, OSError, ImportError) as error:
-                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-                telling = [line for line in lines if re.search(r"error: |not found", line)]
-                raise ResourceError(
-                    f"DeepSpeed could not compile {name}: {(telling or lines)[-1]}",
-                    fix=_LIBAIO
-                    if "libaio" in str(error)
-                    else "it takes a C++ compiler (apt-get install g++) and room in "
-                    f"TORCH_EXTENSIONS_DIR ({folder})",
-                ) from error
-
-
-_LIBAIO = "apt-get install libaio-dev, or offload to cpu"
-
-
-def _has_libaio() -> bool:
-    # Imported here: see ``load``.
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder(BUILDERS["async_io"])
-    with contextlib.redirect_stdout(io.StringIO()):
-        return bool(builder.is_compatible(verbose=False))
-
-
-BUILDERS = {
-    "deepspeed_shm_comm": "ShareMemCommBuilder",
-    "cpu_adam": "CPUAdamBuilder",
-    "cpu_adagrad": "CPUAdagradBuilder",
-    "cpu_lion": "CPULionBuilder",
-    "fused_adam": "FusedAdamBuilder",
-    "pin_memory": "PinMemoryBuilder",
-    "async_io": "AsyncIOBuilder",
-}
-"""What can be compiled for a CPU, and DeepSpeed's class that does it."""
-
-OPERATORS = ("deepspeed_shm_comm", "cpu_adam")
-"""What a run on a CPU needs unless it asks for another optimizer of DeepSpeed's."""
-
-
-FILES = ("pin_memory", "async_io")
-"""What keeping anything in files takes, and libaio."""
-
-
-@contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time compiles into ``folder``; one that was killed meanwhile is no obstacle.
-
-    torch's own lock is a file, for which everybody waits for ever when its owner was killed. In a
-    folder of ours nobody owns it who does not hold this one too.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.building").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        if folder.parent == extensions_dir():
-            (folder / "lock").unlink(missing_ok=True)
-        yield

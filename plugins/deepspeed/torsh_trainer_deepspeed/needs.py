@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.strategies.state import materialise_slots
-from torsh_trainer_deepspeed import library
+from torsh_trainer_deepspeed import library, operators
 from torsh_trainer_deepspeed.config import DeepSpeedConfig
 from torsh_trainer_deepspeed.engine import without_state
 from torsh_trainer_deepspeed.files import SwapFolder, folder_of
@@ -61,11 +61,31 @@ def prepared(
     library.check_buffers(
         locked, world, library.lockable_bytes(), available=library.available_bytes()
     )
-    library.compiled(library.FILES, comm)
+    operators.compiled(operators.FILES, comm)
     folders = {place: SwapFolder(place, world.rank) for place in on_disk}
     for block in swaps:
         zero[block]["nvme_path"] = str(folders[str(zero[block]["nvme_path"])].path)
     return list(folders.values())
+
+
+def check_fp16(values: Mapping[str, Any], place: str = "") -> None:
+    """Refuses fp16 where DeepSpeed would, before the minutes of compiling that come before.
+
+    ``place`` is the file's, where one says it.
+
+    Raises:
+        ConfigError: the device has no fp16 of DeepSpeed's.
+    """
+    # Imported here: see ``library.load``.
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    if values.get("fp16", {}).get("enabled") and not accelerator.is_fp16_supported():
+        raise ConfigError(
+            f"DeepSpeed refuses the configuration: {place + ': ' if place else ''}Type fp16 is not "
+            f"supported on your device, {accelerator.device_name()}",
+            fix="run on a GPU, or set bf16 instead, which a CPU has as well",
+        )
 
 
 def partitions(groups: Iterable[Iterable[Tensor]], ranks: int, *, most: int) -> list[int]:

@@ -34,7 +34,7 @@ from torsh_trainer.strategies.base import (
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.task import Task
 from torsh_trainer.world import World
-from torsh_trainer_deepspeed import library
+from torsh_trainer_deepspeed import library, needs, operators
 from torsh_trainer_deepspeed.engine import without_state
 from torsh_trainer_deepspeed.strategy import _In
 
@@ -65,11 +65,12 @@ class Original(Strategy):
     def _prepare(self, deepspeed: Any, job: Job, comm: Communicator) -> Engine:
         model = modules.build(job, comm)
         values = self._values(job)
+        needs.check_fp16(values)
         low = next((name for name in _LOW if values.get(name, {}).get("enabled")), None)
         casts = bool(values.get("fp16", {}).get("auto_cast"))  # DeepSpeed does, of the inputs
         module = model if low is None else _In(model, None if casts else _LOW[low])
         if comm.device.type == "cpu":
-            library.compiled(["deepspeed_shm_comm", *_kernels(values)], comm)
+            operators.compiled(["deepspeed_shm_comm", *_kernels(values)], comm)
         try:
             with library.putting_back() as theirs, contextlib.redirect_stdout(io.StringIO()):
                 wrapped, optimizer, *_ = deepspeed.initialize(

@@ -21,7 +21,7 @@ from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.strategies.native import DTYPES
 from torsh_trainer.world import World
-from torsh_trainer_deepspeed import library, needs
+from torsh_trainer_deepspeed import library, needs, operators
 from torsh_trainer_deepspeed.config import DeepSpeedConfig, leaves
 from torsh_trainer_deepspeed.engine import DeepSpeedEngine, ZeroEngine, without_state
 from torsh_trainer_deepspeed.recipe import (
@@ -197,6 +197,7 @@ class DeepSpeed(Strategy):
         modules.refuse_kinds(model, self)
         self._check_parameters(model, job, comm, stage)
         plan = told(config, job, model, device=comm.device.type)
+        needs.check_fp16(plan.values, config.blamed("fp16 is not supported"))
         if plan.offloads and OPTIMIZER not in plan.swaps:
             library.check_memory(trained_elements(model), comm.world, library.available_bytes())
         if comm.world.size > 1:
@@ -293,7 +294,7 @@ class DeepSpeed(Strategy):
             {key: group[key] for key in wanted if key in group} for group in optimizer.param_groups
         ]
         if own != "fused_adam" or comm.device.type == "cpu":
-            library.compiled([own], comm)
+            operators.compiled([own], comm)
         decoupled = type(optimizer).__name__ == "AdamW"
         made: Optimizer
         if own == "cpu_adagrad":
@@ -493,7 +494,7 @@ def _initialized(
         ZeRORuntimeException,
     )
     if comm.device.type == "cpu":
-        library.compiled(["deepspeed_shm_comm"], comm)
+        operators.compiled(["deepspeed_shm_comm"], comm)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # every rank would say that it has them
             wrapped, *_ = deepspeed.initialize(
