@@ -35,6 +35,9 @@ def parse(text: str, *, name: str) -> Node:
         raise _wrong(name, Place(1, 1), f"is not YAML: {error}".splitlines()[0]) from error
     except RecursionError as error:
         raise _wrong(name, Place(1, 1), "is nested too deep") from error
+    except (AttributeError, LookupError, TypeError) as error:  # of `!!timestamp word` and the like
+        why = "is not YAML: a value is not of the type that it names"
+        raise _wrong(name, Place(1, 1), why) from error
     finally:
         loader.dispose()
     if not node.is_mapping:
