@@ -304,6 +304,10 @@ def read_torch(path: Path) -> Any:
         raise (_refused_code(path, str(error)) or _unreadable(path, error)) from error
     except UNREADABLE as error:
         raise _unreadable(path, error) from error
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise _unreadable(path, error) from error  # an offset in it leads to no place
     check_content(content, path)
     return content
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from torsh_trainer.__main__ import main
 
@@ -89,6 +90,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "theirs").mkdir()
     torch.save(content, home / "theirs" / "one.pt")
     torch.save(content, home / "theirs" / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(model.state_dict(), home / "theirs" / "weights.safetensors")
+    make_deepspeed(home / "deepspeed")
     (home / "shards").mkdir()
     torch.save(model.state_dict(), home / "shards" / "a.bin")
     index = {
@@ -100,6 +103,29 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in ENGINES.items():
         (home / "engines" / name).write_text(text)
     return home
+
+
+def make_deepspeed(folder: Path) -> None:
+    """What DeepSpeed leaves at stage 1, of one process."""
+    flat = torch.ones(4)
+    inner = {"state": {0: {"exp_avg": flat, "step": 3}}, "param_groups": [{"lr": 1, "params": [0]}]}
+    step = folder / "global_step3"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text(step.name)
+    model = {
+        "module": {"w": flat[:2], "v": flat[2:]},
+        "global_steps": 3,
+        "param_shapes": [{"w": torch.Size([2]), "v": torch.Size([2])}],
+    }
+    optimizer = {
+        "partition_count": [1],
+        "single_partition_of_fp32_groups": [flat],
+        "base_optimizer_state": inner,
+    }
+    torch.save(model, step / "mp_rank_00_model_states.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"optimizer_state_dict": optimizer}, step / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )
 
 
 ENGINES = {
@@ -145,9 +171,12 @@ READERS: dict[str, tuple[str, Callable[[Path], list[list[str]]]]] = {
             for file in sorted(at.glob("theirs/*"))
         ],
     ),
-    "import of shards": (
-        "shards/*",
-        lambda at: [["checkpoint", "import", str(at / "shards"), "--output", "out"]],
+    "import of folders": (
+        "[sd][he]*/**/*",  # shards, deepspeed
+        lambda at: [
+            ["checkpoint", "import", str(at / "shards"), "--output", "out"],
+            ["checkpoint", "import", str(at / "deepspeed"), "--output", "more"],
+        ],
     ),
     "translate": (
         "engines/*",

@@ -88,6 +88,9 @@ def test_no_file_of_a_sweep_holds_a_secret(door, home, monkeypatch):
 
 
 def test_the_configuration_that_is_shown_has_its_passwords_masked(door):
+    told = door("--info", "all", "+recipe=quick.yaml", *SECRETS[2:])
+    assert told.code == 0, told.err
+    assert "hush" not in told.out + told.err
     answer = door("--cfg", "job", "+recipe=quick.yaml", *SECRETS[2:])
     assert "hush" not in answer.out
     assert answer.config["checkpoint"]["storage_options"]["password"] == "***"

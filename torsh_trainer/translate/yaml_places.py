@@ -11,6 +11,8 @@ from torsh_trainer.translate.nodes import Entry, Node, Place
 _MOST_NODES = 100_000
 """Aliases make a small file grow without end; no configuration comes near this."""
 
+_MOST_BITS = 1024  # what a float can still be
+
 
 def parse(text: str, *, name: str) -> Node:
     """The mapping that the one document of ``text`` holds.
@@ -58,7 +60,10 @@ class _Walk:
             return Node(self.entries(node, depth), place)
         if isinstance(node, yaml.SequenceNode):
             return Node([self.node(item, depth + 1) for item in node.value], place)
-        return Node(self.loader.construct_object(node), place)
+        value = self.loader.construct_object(node)
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise _wrong(self.name, place, "a number of hundreds of digits")
+        return Node(value, place)
 
     def entries(self, node: yaml.MappingNode, depth: int) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
