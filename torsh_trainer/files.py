@@ -62,7 +62,8 @@ def write_text(path: Path, text: str, *, fix: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        # Half of a character, which a name in a foreign file may have, is written as JSON has it.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ResourceError(f"cannot write {path}: {error.strerror}", fix=fix) from error
 

@@ -41,6 +41,7 @@ _ASSIGNED = re.compile(
     r"(?P<name>[\w-]*[A-Za-z_])[\"']?[ \t]*[:=][ \t]*"
     r"(?P<value>\$\{[^}]*\}+|\"[^\"]*\"|'[^']*'|[^\s,{}\[\]()\"';][^\s,}\])\"';]*)"
 )
+_KEY = re.compile(r"[+~-]*[\w./@-]+")
 _PLAIN = frozenset(("null", "none", "true", "false", "~", "???", MASK))
 
 
@@ -78,7 +79,7 @@ def masked_override(text: str) -> str:
     """An override of the command line; all of its value where its key names a secret."""
     key, equals, value = text.partition("=")
     name = key.rpartition(".")[2].lstrip("+~-")
-    if equals and is_secret(name):
+    if equals and _KEY.fullmatch(key) and is_secret(name):
         return text if _is_open(value) else f"{key}={MASK}"
     return masked_text(text)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import pickle
 import re
+import struct
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,9 +28,14 @@ NESTED_UNDER = ("state_dict", "model_state_dict", "model", "module", "params")
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 """What DDP, torch.compile and a LightningModule put before the names of a model."""
 
-
 SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
 """What files of weights are usually called."""
+
+UNREADABLE = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, RuntimeError),
+    *(TypeError, ValueError, pickle.UnpicklingError, struct.error),
+)
+"""What torch.load makes of files that it did not write, beside what the disk refuses."""
 
 _SWELLS, _SMALL_BYTES = 8, 2**28
 """So many times its size, and so much besides, a file may come to in memory."""
@@ -331,8 +337,12 @@ def read_torch(path: Path) -> Any:
         content = _load_torch(path)
     except pickle.UnpicklingError as error:
         raise (_refused_code(path, str(error)) or _unreadable(path, error)) from error
-    except (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except UNREADABLE as error:
         raise _unreadable(path, error) from error
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise _unreadable(path, error) from error  # an offset in it leads to no place
     check_content(content, path)
     return content
 

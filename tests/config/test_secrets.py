@@ -76,7 +76,21 @@ def test_a_node_that_is_taken_over_whole_keeps_the_reference(home, monkeypatch):
     assert call["written"]["vars"]["b"] == {"k": "${oc.env:HF_TOKEN}"}
 
 
+def test_no_file_of_a_sweep_holds_a_secret(door, home, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hush-environment")
+    given = [*SECRETS, "+vars.other_password=hush one", "trainer.seed=1,2"]
+    answer = door("-m", "+recipe=quick.yaml", *given, "hydra.sweep.dir=sweep")
+    assert answer.code == 0, answer.err
+    files = files_of(home / "sweep")
+    assert {"multirun.yaml", "sweep.csv", "job.json"} <= {file.name for file in files}
+    assert [file for file in files if b"hush" in file.read_bytes()] == []
+    assert "hush" not in answer.out + answer.err
+
+
 def test_the_configuration_that_is_shown_has_its_passwords_masked(door):
+    told = door("--info", "all", "+recipe=quick.yaml", *SECRETS[2:])
+    assert told.code == 0, told.err
+    assert "hush" not in told.out + told.err
     answer = door("--cfg", "job", "+recipe=quick.yaml", *SECRETS[2:])
     assert "hush" not in answer.out
     assert answer.config["checkpoint"]["storage_options"]["password"] == "***"

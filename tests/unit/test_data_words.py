@@ -127,9 +127,8 @@ def test_a_workers_own_message_and_line_are_told(
 ) -> None:
     with pytest.raises(kind) as caught:
         fit(Sums(Source(Raising(error))), tmp_path, workers=1)
-    assert caught.value.sentence.startswith(words)
+    assert caught.value.sentence.startswith(f"{type(error).__name__} in DataLoader worker process 0: {words}")
     assert f"{Path(__file__).name}:" in caught.value.sentence
-    assert "worker process 0" in caught.value.sentence
     assert "Caught" not in caught.value.sentence
 
 
@@ -155,7 +154,7 @@ class Evaluating(Sums):
 def test_an_evaluation_that_is_no_mapping_is_refused_in_words(tmp_path: Path) -> None:
     data = Padding(Uneven())
     data.eval = Uneven()
-    with pytest.raises(ConfigError, match=r"task\.evaluate returned a Tensor, .* return \{"):
+    with pytest.raises(ConfigError, match=r"task\.evaluate gave a Tensor, .* return \{"):
         fit(Evaluating(data), tmp_path)
 
 

@@ -103,6 +103,15 @@ def test_a_named_pipe_is_refused_where_it_would_block(reader, tmp_path):
         READERS[reader](str(pipe))
 
 
+@pytest.mark.parametrize("name", ["r.html", "r.json"])
+def test_half_of_a_character_is_written_as_json_has_it(name, tmp_path, capsys):
+    file, report = tmp_path / "ds.json", tmp_path / name
+    file.write_text('{"train_micro_batch_size_per_gpu": 1, "_\\ud800": "\\ud800"}')
+    assert main(["translate", str(file), "--report", str(report)]) == 10
+    assert "\\ud800" in report.read_text()
+    assert "\\ud800" in capsys.readouterr().out
+
+
 def test_only_the_first_of_many_unknown_keys_are_looked_up(tmp_path, monkeypatch, capsys):
     looked = []
     close = source.difflib.get_close_matches

@@ -52,6 +52,11 @@ def test_a_url_is_shown_without_its_password(text, shown):
     assert masked_text(text) == shown
 
 
+def test_a_long_text_is_no_override():
+    text = "the password:\nlearning rate = 3"
+    assert masked_override(text) == text
+
+
 def test_a_reference_and_a_switch_stay():
     tree = {"token": "${oc.env:HF_TOKEN}", "password": None, "use_auth_token": True}
     assert masked(tree) == tree

@@ -364,6 +364,15 @@ def test_the_same_run_named_twice_counts_once(tmp_path):
     assert [r.path for r in read_runs([run, tmp_path, run / "metrics.jsonl"])] == [run]
 
 
+def test_a_run_from_before_secrets_were_masked_shows_none(tmp_path):
+    run = make_run(tmp_path / "digits", steps=5, config={"logger": {"api_key": "hush"}})
+    command = ["python", "-m", "torsh_trainer", "+logger.api_key=hush"]
+    (run / "provenance.json").write_text(json.dumps({"command": command}))
+    report(run)
+    assert "hush" not in (run / "report.html").read_text()
+    assert "+logger.api_key=***" in page_at(run / "report.html").text
+
+
 def test_one_run_under_two_names_counts_once_and_links_in_circles_end(tmp_path, monkeypatch):
     run = make_run(tmp_path / "z" / "one", steps=5)
     (tmp_path / "z" / "latest").symlink_to(run)

@@ -84,16 +84,17 @@ def show(line: CommandLine, roots: Roots) -> int:
         if line.shell_completion:
             app.hydra.shell_completion(CONFIG, app.overrides)
         elif line.info is not None:
-            app.hydra.show_info(line.info, CONFIG, app.overrides)
+            with _masked_stdout():
+                app.hydra.show_info(line.info, CONFIG, app.overrides)
         else:
             _show_configuration(app, line)
     return 0
 
 
 def _show_configuration(app: App, line: CommandLine) -> None:
-    said, shown = io.StringIO(), io.StringIO()
+    said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(shown):
+        with contextlib.redirect_stderr(said), _masked_stdout():
             app.hydra.show_cfg(CONFIG, app.overrides, str(line.show), line.package, line.resolve)
     except SystemExit as error:  # what Hydra does about a package that is not there
         raise ConfigError(
@@ -101,6 +102,14 @@ def _show_configuration(app: App, line: CommandLine) -> None:
             fix=nearest(str(line.package), GROUPS),
         ) from error
     print(said.getvalue(), end="", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _masked_stdout() -> Iterator[None]:
+    """What is printed within the block goes out without secrets, and is YAML as before."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        yield
     print(masked_text(shown.getvalue()).replace(f": {MASK}", f": '{MASK}'"), end="")
 
 

@@ -23,7 +23,7 @@ from torsh_trainer.config.roots import GROUPS, SETTINGS
 from torsh_trainer.config.wording import as_failure, plain
 from torsh_trainer.config.written import written
 from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
-from torsh_trainer.masking import masked, masked_override, masked_text
+from torsh_trainer.masking import masked, masked_override
 from torsh_trainer.rundir import RunDir
 
 HYDRA_FOLDER = ".hydra"
@@ -238,7 +238,7 @@ def _keep_composition(config: DictConfig, folder: Path) -> None:
     hydra = OmegaConf.to_container(HydraConfig.instance().cfg or OmegaConf.create())
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(masked(OmegaConf.to_container(config))), folder / "config.yaml")
-    OmegaConf.save(OmegaConf.create(masked(hydra, text=masked_text)), folder / "hydra.yaml")
+    OmegaConf.save(OmegaConf.create(masked(hydra, text=masked_override)), folder / "hydra.yaml")
     overrides = [masked_override(text) for text in _overrides()]
     OmegaConf.save(OmegaConf.create(overrides), folder / "overrides.yaml")
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
 from hydra import compose
 
 from torsh_trainer.config.app import CONFIG, opened
@@ -18,7 +17,7 @@ from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import RECIPE, YAML, find_roots
 from torsh_trainer.config.wording import plain
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.files import disk_error
+from torsh_trainer.files import disk_error, parse_yaml
 from torsh_trainer.masking import MASK, masked_override
 
 USAGE = "write rerun RUN_DIRECTORY [OVERRIDE ...]"
@@ -48,13 +47,12 @@ def command_line(line: CommandLine) -> CommandLine:
     if not line.overrides:
         raise ConfigError("rerun repeats a run, and none is named", fix=USAGE)
     run, *later = line.overrides
-    earlier = _saved(Path(run), "overrides.yaml")
-    hydra = _saved(Path(run), "hydra.yaml")["hydra"]
+    earlier = _overrides(Path(run))
     overrides = merged(earlier, later)
     for text in overrides:
         _check_known(text, Path(run))
         _check_file(text, Path(run))
-    config_dir = line.config_dir or _config_dir(hydra["runtime"]["config_sources"])
+    config_dir = line.config_dir or _config_dir(Path(run))
     return CommandLine(**{**vars(line), "overrides": tuple(overrides), "config_dir": config_dir})
 
 
@@ -65,9 +63,7 @@ def explained(line: CommandLine) -> Iterator[None]:
         yield
     except ConfigError as error:
         name = error.facts.get("name")
-        if name is None or name not in map(
-            bare_key, _saved(Path(line.overrides[0]), "overrides.yaml")
-        ):
+        if name is None or name not in map(bare_key, _overrides(Path(line.overrides[0]))):
             raise
         raise ConfigError(
             f"{error.sentence}, which the earlier run set",
@@ -139,9 +135,11 @@ def _saved(run: Path, name: str) -> Any:
         if not run.is_dir():
             raise ConfigError(f"{run} is no directory", fix=USAGE)
         if path.is_file():
-            return yaml.safe_load(path.read_text(encoding="utf-8"))
+            return parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise disk_error(error, "read", path) from error
+    except ValueError as error:  # a UnicodeDecodeError among them
+        raise _damaged(path) from error
     raise ConfigError(
         f"{run} is no run of this command line: it has no .hydra/{name}",
         fix="give the directory that a run printed, such as runs/digits/2031-01-31_18-30-05",
@@ -158,6 +156,21 @@ def _check_known(text: str, run: Path) -> None:
         )
 
 
+def _overrides(run: Path) -> list[str]:
+    """What the earlier run was started with."""
+    found = _saved(run, "overrides.yaml")
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise _damaged(run / ".hydra" / "overrides.yaml")
+    return found
+
+
+def _damaged(path: Path) -> ConfigError:
+    return ConfigError(
+        f"{path} is not as Hydra wrote it",
+        fix="put it right, or write the command line anew: provenance.json has it",
+    )
+
+
 def _check_file(text: str, run: Path) -> None:
     """A file that the run was made from should still be there."""
     key, _, value = text.partition("=")
@@ -170,8 +183,15 @@ def _check_file(text: str, run: Path) -> None:
         )
 
 
-def _config_dir(sources: Sequence[dict[str, str]]) -> str | None:
+def _config_dir(run: Path) -> str | None:
     """The --config-dir of a run, from the places that Hydra read."""
+    try:
+        sources = [
+            {name: str(source[name]) for name in ("provider", "schema", "path")}
+            for source in _saved(run, "hydra.yaml")["hydra"]["runtime"]["config_sources"]
+        ]
+    except (LookupError, TypeError) as error:
+        raise _damaged(run / ".hydra" / "hydra.yaml") from error
     for source in sources:
         if source["provider"] == "command-line" and source["schema"] == "torsh-conf":
             if not Path(source["path"]).is_dir():

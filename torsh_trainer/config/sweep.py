@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from torsh_trainer.errors import ConfigError, TorshError
+from torsh_trainer.files import write_file
+from torsh_trainer.masking import masked, masked_override, masked_text
 
 RECORD = Path(".hydra", "job.json")
 TABLE = "sweep.csv"
@@ -56,7 +59,8 @@ class Record:
     def failed(self, error: TorshError, *, wall_s: float) -> Record:
         """This job as it failed."""
         code = getattr(error, "cause_exit_code", error.exit_code)
-        return replace(self, error=str(error), exit_code=code, wall_s=wall_s)
+        words = masked_text(str(error))
+        return replace(self, error=words, exit_code=code, wall_s=wall_s)
 
     def write(self) -> None:
         """Tells the process that started the sweep."""
@@ -73,6 +77,21 @@ class SweepCallback(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """See ``hydra.experimental.Callback``."""
         SweepCallback.folders.append(Path(config.hydra.sweep.dir))
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """See ``hydra.experimental.Callback``; by now a sweeper has written what it sweeps over."""
+        if config.hydra.get("mode") is RunMode.MULTIRUN and config.hydra.job.get("num") == 0:
+            mask_composition(Path(config.hydra.sweep.dir))
+
+
+def mask_composition(folder: Path) -> None:
+    """Takes the secrets out of ``multirun.yaml``, which Hydra writes into the folder of a sweep."""
+    path = folder / "multirun.yaml"
+    if path.is_file():
+        content = OmegaConf.to_container(OmegaConf.load(path))
+        shown = masked(content, text=masked_override)
+        if shown != content:
+            write_file(path, OmegaConf.to_yaml(OmegaConf.create(shown)).encode())
 
 
 @dataclass

@@ -34,8 +34,6 @@ def main(argv: Sequence[str]) -> int:
         raise _nothing_to_draw(runs)
     output = _output(options.output, options.runs)
     page = page_of(runs, charts, now=datetime.now())
-    # A name in a file may hold half of a character, which no file can.
-    page = page.encode("utf-8", "replace").decode()
     write_text(output, page, fix="choose another place with --output")
     print(escaped(str(output)))
     if options.png and charts:

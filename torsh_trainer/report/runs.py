@@ -10,7 +10,7 @@ from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.files import DEEPEST, not_plain, parse_yaml
-from torsh_trainer.masking import masked
+from torsh_trainer.masking import masked, masked_override
 
 METRICS, RESULT = "metrics.jsonl", "result.json"
 _CONFIG, _PROVENANCE = "config.yaml", "provenance.json"
@@ -126,7 +126,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         rows=_rows(folder / METRICS, problems),
         result=_result(folder / RESULT, problems),
         config=dict(flat(masked(_object(folder / _CONFIG, parse_yaml, problems)))),
-        provenance=_object(folder / _PROVENANCE, json.loads, problems),
+        provenance=_provenance(folder / _PROVENANCE, problems),
     )
     if len(problems) > _MOST_PROBLEMS:
         problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS:,} more like these"]
@@ -241,6 +241,14 @@ def _result(path: Path, problems: list[str]) -> dict[str, Any]:
         content[name] = _drawable(value) if _is_number(value) else None
         if value is not None and content[name] is None:
             problems.append(f"{path.name}: {name} is no number that can be shown, left out")
+    return content
+
+
+def _provenance(path: Path, problems: list[str]) -> dict[str, Any]:
+    content = _object(path, json.loads, problems)
+    command = content.get("command")
+    if isinstance(command, list):  # of a run from before secrets were masked as it is written
+        content["command"] = [masked_override(str(word)) for word in command]
     return content
 
 

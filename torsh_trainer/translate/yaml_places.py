@@ -12,6 +12,8 @@ _MOST_NODES = 100_000
 _MOST_BY_ALIASES = 2_000
 """Aliases make a small file grow without end; no configuration comes near this."""
 
+_MOST_BITS = 1024  # what a float can still be
+
 
 def parse(text: str, *, name: str) -> Node:
     """The mapping that the one document of ``text`` holds.
@@ -37,6 +39,9 @@ def parse(text: str, *, name: str) -> Node:
         raise _wrong(name, Place(1, 1), f"is not YAML: {error}".splitlines()[0]) from error
     except RecursionError as error:
         raise _wrong(name, Place(1, 1), "is nested too deep") from error
+    except (AttributeError, LookupError, TypeError) as error:  # of `!!timestamp word` and the like
+        why = "is not YAML: a value is not of the type that it names"
+        raise _wrong(name, Place(1, 1), why) from error
     finally:
         loader.dispose()
     if not node.is_mapping:
@@ -77,7 +82,10 @@ class _Walk:
             return Node(self.entries(node, depth), place)
         if isinstance(node, yaml.SequenceNode):
             return Node([self.node(item, depth + 1) for item in node.value], place)
-        return Node(self.loader.construct_object(node), place)
+        value = self.loader.construct_object(node)
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise _wrong(self.name, place, "a number of hundreds of digits")
+        return Node(value, place)
 
     def entries(self, node: yaml.MappingNode, depth: int) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}

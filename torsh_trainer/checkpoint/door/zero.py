@@ -15,7 +15,6 @@ files become objects that do nothing: no code in them is run.
 from __future__ import annotations
 
 import math
-import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.files import check_plain
 from torsh_trainer.foreign import in_words
 from torsh_trainer.lookup import shown
-from torsh_trainer.weights import check_archive, check_content
+from torsh_trainer.weights import UNREADABLE, check_archive, check_content
 
 LATEST = ("latest", "latest_universal")
 _MODEL = "*_model_states.pt"
@@ -385,9 +384,6 @@ def _is_number(value: Any) -> bool:
 # -- files ----------------------------------------------------------------------------------------
 
 
-_UNREADABLE = (AttributeError, EOFError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-
-
 class _Inert:
     """What an object of a class that is not known here becomes: its attributes alone."""
 
@@ -414,7 +410,7 @@ def _load(path: Path) -> Any:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         check_content(content, path)
         return content
-    except (*_UNREADABLE, pickle.UnpicklingError) as error:
+    except (OSError, *UNREADABLE) as error:
         if code := re.search(r"unsupported GLOBAL (\S+) whose module", str(error)):
             raise ConfigError(
                 f"{path} would run {code.group(1)} when it is read",
