@@ -21,16 +21,16 @@ _LONG_TEXT = 200
 def page_of(runs: Sequence[Run], charts: Sequence[Chart], *, now: datetime) -> str:
     """One self-contained page on ``runs``."""
     axes = axes_of(runs)
+    names = [run.name for run in runs]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         _problems(runs),
         _results(runs),
         _tools(runs, axes),
-        _charts(charts, axes),
+        _charts(charts, axes, names),
         _differences(runs),
         _details(runs),
     ]
-    names = [run.name for run in runs]
     return document(title, "training report", body, names=names, axes=axes, now=now)
 
 
@@ -106,14 +106,14 @@ def chip(i: int, name: str, hint: str = "") -> str:
     )
 
 
-def _charts(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
+def _charts(charts: Sequence[Chart], axes: Sequence[Axis], names: Sequence[str]) -> str:
     if not charts:
         return "<p>There is nothing to draw: no run has logged a number yet.</p>"
-    return cards(charts, axes)
+    return cards(charts, axes, names)
 
 
-def cards(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
-    """The charts side by side, each on a card of its own."""
+def cards(charts: Sequence[Chart], axes: Sequence[Axis], names: Sequence[str]) -> str:
+    """The charts side by side, each on a card of its own; ``names`` are those of the curves."""
     cards = []
     for chart in charts:
         note = "; ".join(filter(None, [chart.note, "log scale" if chart.log else ""]))
@@ -121,7 +121,7 @@ def cards(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
             f'<section class="card chart" id="{escape(chart.key)}"><header>'
             f"<h3>{escape(chart.title)}</h3>"
             f'<span class="note">{escape(note)}</span></header>'
-            f"{''.join(svg_of(chart, axis) for axis in axes)}</section>"
+            f"{''.join(svg_of(chart, axis, names) for axis in axes)}</section>"
         )
     return f'<div class="charts">{"".join(cards)}</div>'
 
