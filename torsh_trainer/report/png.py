@@ -11,8 +11,9 @@ from typing import Any
 
 from torsh_trainer.errors import ResourceError
 from torsh_trainer.report.charts import PALETTE, Chart, Curve
+from torsh_trainer.report.differences import hints
+from torsh_trainer.report.options import Options
 from torsh_trainer.report.runs import Run
-from torsh_trainer.report.tables import hints
 from torsh_trainer.report.together import Share, caption, coincident, shares
 
 _COLUMNS = 2
@@ -22,7 +23,9 @@ _PIXELS_A_WIDTH = 2.3  # lengths of dashes are given in the pixels of the page's
 _SOFT = "#5d6877"
 
 
-def write_png(runs: Sequence[Run], charts: Sequence[Chart], path: Path) -> None:
+def write_png(
+    runs: Sequence[Run], charts: Sequence[Chart], path: Path, *, options: Options
+) -> None:
     """Draws ``charts`` over steps, two a row, with one legend for all, into ``path``.
 
     Raises:
@@ -49,7 +52,7 @@ def write_png(runs: Sequence[Run], charts: Sequence[Chart], path: Path) -> None:
     line: Any = Line2D
     figure.legend(
         [line([], [], color=_color(i), linestyle=_style(i)) for i in range(len(runs))],
-        [f"{run.name}  {hint}" for run, hint in zip(runs, hints(runs), strict=True)],
+        [f"{run.name}  {hint}" for run, hint in zip(runs, hints(runs, options), strict=True)],
         loc="outside upper center",
         ncols=min(_LEGEND_COLUMNS, len(runs)),
         frameon=False,
