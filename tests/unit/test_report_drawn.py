@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from datetime import datetime
+from importlib.resources import files
 from itertools import pairwise
 
 import pytest
@@ -371,3 +372,29 @@ def test_an_objective_of_the_test_is_found():
     ]
     assert ranking(runs).column == "test accuracy"
     assert ranking(runs).best == (0,)
+
+
+# -- one look -------------------------------------------------------------------------------------
+
+
+def test_the_page_of_a_translation_has_the_colours_of_a_report_in_both_schemes():
+    page, translation = (
+        [
+            dict(re.findall(r"--(\w+): (#\w+)", scheme))
+            for scheme in re.split(r"prefers-color-scheme: dark", style.read_text())
+        ]
+        for style in (
+            files("torsh_trainer.report") / "page.css",
+            files("torsh_trainer.translate") / "report.css",
+        )
+    )
+    assert len(translation) == 2
+    for ours, theirs in zip(page, translation, strict=True):
+        assert theirs == {name: ours[name] for name in theirs}
+        assert {"ground", "card", "ink", "good", "bad"} <= set(theirs)
+
+
+def test_a_narrow_screen_and_paper_have_rules_of_their_own():
+    style = draw(make_run("a", LOSSES)).split("</style>")[0]
+    assert "@media (max-width: 640px)" in style
+    assert "print-color-adjust: exact" in style.split("@media print")[1]
