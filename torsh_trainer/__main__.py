@@ -76,6 +76,14 @@ def verify(argv: Sequence[str]) -> int:
     )
 
 
+def report(argv: Sequence[str]) -> int:
+    """The verb ``report RUN...``."""
+    # Imported late, as all verbs are.
+    from torsh_trainer.report import main as drawn
+
+    return drawn(argv, conf=[root.conf for root in find_roots().all])
+
+
 def translate(argv: Sequence[str]) -> int:
     """The verb ``translate FILE``, or ``translate RECIPE --to ENGINE``."""
     # Imported late: each direction needs its own, and only this one needs Hydra.

@@ -43,7 +43,7 @@ VERBS = {
     "checkpoint": "torsh_trainer.checkpoint.door.command:main",
     "comm": "torsh_trainer.bench.command:main",
     "rerun": "torsh_trainer.__main__:rerun",
-    "report": "torsh_trainer.report:main",
+    "report": "torsh_trainer.__main__:report",
     "verify": "torsh_trainer.__main__:verify",
     "translate": "torsh_trainer.__main__:translate",
 }

@@ -22,6 +22,8 @@ from torsh_trainer.callbacks.jsonl import Jsonl
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.report import main
 from torsh_trainer.report.charts import Curve, axes_of, charts_of, reduced, smoothed
+from torsh_trainer.report.differences import ABSENT, differences, hints
+from torsh_trainer.report.options import Options
 from torsh_trainer.report.runs import Point, read_run, read_runs
 from torsh_trainer.report.scales import (
     Scale,
@@ -32,7 +34,7 @@ from torsh_trainer.report.scales import (
     ticks,
     time_ticks,
 )
-from torsh_trainer.report.tables import ABSENT, differences, direction, hints, results
+from torsh_trainer.report.tables import direction, results
 from torsh_trainer.world import World
 
 
@@ -278,8 +280,8 @@ def test_where_configurations_differ_is_a_table_and_the_rest_a_number(tmp_path):
     report(tmp_path / "runs")
     page = page_at(tmp_path / "runs/report.html")
     head, *rows = [cells for _, cells in page.tables["differences"]]
-    assert head == ["run", "optimizer.lr", "strategy._target_"]
-    assert rows == [["a", "0.01", "package.ddp.ddp"], ["b", "0.001", "package.fsdp.fsdp"]]
+    assert head == ["run", "optimizer.lr", "strategy"]
+    assert rows == [["a", "0.01", "ddp"], ["b", "0.001", "fsdp"]]
     assert "1 other keys agree" in page.text
 
 
@@ -356,7 +358,7 @@ def test_a_sweep_folder_stands_for_its_jobs_in_the_order_of_their_numbers(tmp_pa
     make_run(tmp_path / "sweep/1/checkpoints/no_run_of_its_own", steps=10)
     runs = read_runs([tmp_path / "sweep"])
     assert [run.name for run in runs] == ["0", "1", "2", "10"]
-    assert hints(runs)[1] == "lr=0.2"
+    assert hints(runs, Options())[1] == "lr=0.2"
 
 
 def test_the_same_run_named_twice_counts_once(tmp_path):
@@ -621,7 +623,7 @@ def test_tokens_take_the_place_of_samples_in_the_chart_of_speed(tmp_path):
     keys = {chart.key for chart in charts_of([read])}
     assert "tokens_per_s" in keys
     assert "samples_per_s" not in keys
-    columns, (row,) = results([read])
+    columns, (row,) = results([read], Options())
     assert dict(zip(columns, row, strict=True))["throughput"].text == "3,840 tokens/s"
 
 
@@ -672,7 +674,7 @@ def test_the_best_of_each_metric_is_marked_among_runs_that_are_done(tmp_path):
     make_run(tmp_path / "a", scale=1.0)
     make_run(tmp_path / "b", scale=2.0)
     make_run(tmp_path / "c", scale=0.1, error={"type": "E", "message": "died"})
-    columns, rows = results(read_runs([tmp_path]))
+    columns, rows = results(read_runs([tmp_path]), Options())
     for name in ("eval accuracy", "eval loss", "train loss"):
         assert [row[columns.index(name)].best for row in rows] == [True, False, False], name
     assert not any(row[columns.index("steps")].best for row in rows)
@@ -689,16 +691,16 @@ def test_which_way_a_metric_is_better_follows_from_its_name(metric, way):
 def test_a_key_that_one_run_lacks_is_a_difference_and_its_own_folder_is_none(tmp_path):
     make_run(tmp_path / "a", config={"run_dir": "runs/a", "extra": 1})
     make_run(tmp_path / "b", config={"run_dir": "runs/b"})
-    differing, agreeing = differences(read_runs([tmp_path]))
-    assert differing == {"extra": [1, ABSENT]}
-    assert agreeing == 3
+    found = differences(read_runs([tmp_path]), Options())
+    assert found.listed == {"extra": [1, ABSENT]}
+    assert (found.folded, found.agreeing) == ({}, 3)
 
 
 def test_hints_name_the_class_and_leave_out_the_knobs_that_come_with_it(tmp_path):
     for strategy, knob in (("ddp", "bucket_cap_mb"), ("fsdp", "reshard")):
         node = {"_target_": f"package.{strategy}.{strategy.upper()}", knob: 1}
         make_run(tmp_path / strategy, config={"strategy": node})
-    assert hints(read_runs([tmp_path])) == ["strategy=DDP", "strategy=FSDP"]
+    assert hints(read_runs([tmp_path]), Options()) == ["strategy=DDP", "strategy=FSDP"]
 
 
 @pytest.mark.parametrize(

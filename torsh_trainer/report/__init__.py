@@ -12,13 +12,16 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.files import write_text
 from torsh_trainer.foreign import escaped, readable
 from torsh_trainer.report.charts import charts_of
+from torsh_trainer.report.options import Options
 from torsh_trainer.report.page import page_of
 from torsh_trainer.report.png import write_png
 from torsh_trainer.report.runs import Run, read_runs
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], *, conf: Sequence[Path] = ()) -> int:
     """Writes the report that ``argv`` asks for, and says where; returns the exit code.
+
+    ``conf`` are the folders with config groups, whose options give runs' strategies their names.
 
     Raises:
         ConfigError: there is no such run, or none of them has anything to report.
@@ -33,12 +36,13 @@ def main(argv: Sequence[str]) -> int:
     if not charts and not any(run.result.get("error") for run in runs):
         raise _nothing_to_draw(runs)
     output = _output(options.output, options.runs)
-    page = page_of(runs, charts, now=datetime.now())
+    offered = Options(conf)
+    page = page_of(runs, charts, now=datetime.now(), options=offered)
     write_text(output, page, fix="choose another place with --output")
     print(escaped(str(output)))
     if options.png and charts:
         picture = output.with_suffix(".png")
-        write_png(runs, charts, picture)
+        write_png(runs, charts, picture, options=offered)
         print(escaped(str(picture)))
     return 0
 

@@ -6,12 +6,27 @@
   const { names, colors } = JSON.parse(document.getElementById("runs").textContent);
   const hidden = new Set();
 
+  // Curves that coincide draw their line in turns, dash by dash: those that are shown share it.
+  const share = (plot) => {
+    const groups = {};
+    all(".curve[data-share]:not(.out)", plot).forEach((curve) => {
+      const [group, on, pitch] = curve.dataset.share.split(" ").map(Number);
+      (groups[group] ??= []).push({ curve, on, pitch });
+    });
+    Object.values(groups).forEach((group) => group.forEach(({ curve, on, pitch }, turn) => {
+      const path = curve.querySelector("path");
+      path.style.strokeDasharray = `${on} ${pitch * group.length - on}`;
+      path.style.strokeDashoffset = -pitch * turn;
+    }));
+  };
+
   // Legend: a click switches a run, the pointer over it brings its curves to the front.
   all(".legend label").forEach((label, run) => {
     const curves = all(`.curve[data-run="${run}"]`);
     label.querySelector("input").addEventListener("change", (event) => {
       hidden[event.target.checked ? "delete" : "add"](run);
       [label, ...curves].forEach((e) => e.classList.toggle("out", hidden.has(run)));
+      all(".plot").forEach(share);
     });
     const focus = (on) => {
       page.classList.toggle("one-run", on);

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from torsh_trainer import __version__
 from torsh_trainer.report.charts import PALETTE, Axis, Chart, axes_of
+from torsh_trainer.report.differences import differences, hints
+from torsh_trainer.report.options import Options
 from torsh_trainer.report.runs import Run
 from torsh_trainer.report.svg import AXIS_TITLES, color_class, svg_of
-from torsh_trainer.report.tables import Cell, differences, fact_texts, hints, results
+from torsh_trainer.report.tables import Cell, Ranking, fact_texts, ranking, results
 
 _KEYS_ACROSS = 8  # up to so many differing keys, runs are the rows
 _LONG_TEXT = 200
+_BEST_ROW = ' class="best-run"'
+_BADGE = ' <b class="badge">best</b>'
 
 
-def page_of(runs: Sequence[Run], charts: Sequence[Chart], *, now: datetime) -> str:
-    """One self-contained page on ``runs``."""
+def page_of(
+    runs: Sequence[Run], charts: Sequence[Chart], *, now: datetime, options: Options
+) -> str:
+    """One self-contained page on ``runs``; ``options`` know their strategies by name."""
+    ranked = ranking(runs)
     axes = axes_of(runs)
+    names = [run.name for run in runs]
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     body = [
         _problems(runs),
-        _results(runs),
-        _tools(runs, axes),
-        _charts(charts, axes),
-        _differences(runs),
+        _results(runs, options, ranked),
+        _tools(runs, axes, options, ranked),
+        _charts(charts, axes, names),
+        _differences(runs, options),
         _details(runs),
     ]
-    names = [run.name for run in runs]
     return document(title, "training report", body, names=names, axes=axes, now=now)
 
 
@@ -87,9 +95,12 @@ def _axis_inputs(axes: Sequence[Axis]) -> list[str]:
     ]
 
 
-def _tools(runs: Sequence[Run], axes: Sequence[Axis]) -> str:
+def _tools(
+    runs: Sequence[Run], axes: Sequence[Axis], options: Options, ranked: Ranking | None
+) -> str:
     chips = [
-        chip(i, run.name, hint) for i, (run, hint) in enumerate(zip(runs, hints(runs), strict=True))
+        chip(i, run.name, hint, best=_is_best(i, runs, ranked))
+        for i, (run, hint) in enumerate(zip(runs, hints(runs, options), strict=True))
     ]
     choices = [f'<label for="x-{axis}">{AXIS_TITLES[axis]}</label>' for axis in axes]
     return (
@@ -98,22 +109,22 @@ def _tools(runs: Sequence[Run], axes: Sequence[Axis]) -> str:
     )
 
 
-def chip(i: int, name: str, hint: str = "") -> str:
+def chip(i: int, name: str, hint: str = "", *, best: bool = False) -> str:
     """The switch of curve number ``i`` in a legend."""
     return (
         f'<label class="{color_class(i)}"><input type="checkbox" checked>{swatch(i)}'
-        f"{escape(name)}{_small(hint)}</label>"
+        f"{escape(name)}{_BADGE if best else ''}{_small(hint)}</label>"
     )
 
 
-def _charts(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
+def _charts(charts: Sequence[Chart], axes: Sequence[Axis], names: Sequence[str]) -> str:
     if not charts:
         return "<p>There is nothing to draw: no run has logged a number yet.</p>"
-    return cards(charts, axes)
+    return cards(charts, axes, names)
 
 
-def cards(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
-    """The charts side by side, each on a card of its own."""
+def cards(charts: Sequence[Chart], axes: Sequence[Axis], names: Sequence[str]) -> str:
+    """The charts side by side, each on a card of its own; ``names`` are those of the curves."""
     cards = []
     for chart in charts:
         note = "; ".join(filter(None, [chart.note, "log scale" if chart.log else ""]))
@@ -121,41 +132,68 @@ def cards(charts: Sequence[Chart], axes: Sequence[Axis]) -> str:
             f'<section class="card chart" id="{escape(chart.key)}"><header>'
             f"<h3>{escape(chart.title)}</h3>"
             f'<span class="note">{escape(note)}</span></header>'
-            f"{''.join(svg_of(chart, axis) for axis in axes)}</section>"
+            f"{''.join(svg_of(chart, axis, names) for axis in axes)}</section>"
         )
     return f'<div class="charts">{"".join(cards)}</div>'
 
 
 def _problems(runs: Sequence[Run]) -> str:
-    notes = [
-        f"<p><b>{escape(run.name)}</b>: {escape(note)}</p>"
-        for run in runs
-        for note in (*_failure(run), *run.problems)
+    notes: dict[str, list[str]] = {}
+    for run in runs:
+        for note in (*_failure(run), *run.problems):
+            notes.setdefault(note, []).append(run.name)
+    told = [
+        f"<p><b>{escape(', '.join(who))}</b>: {escape(note)}</p>" for note, who in notes.items()
     ]
-    return f'<div class="card problems">{"".join(notes)}</div>' if notes else ""
+    return f'<div class="card problems">{"".join(told)}</div>' if told else ""
 
 
 def _failure(run: Run) -> list[str]:
+    """That a run failed, why, and what would help, on one line."""
     error = run.result.get("error")
     if not error:
         return []
-    words = error.get("message") if isinstance(error, dict) else error
-    return [f"{run.state}: {words or error}"]
+    words = [error.get("message"), error.get("fix")] if isinstance(error, dict) else [error]
+    said = "; ".join(" ".join(str(word).split()) for word in words if word)
+    return [f"{run.state}: {said or error}"]
 
 
-def _results(runs: Sequence[Run]) -> str:
-    columns, rows = results(runs)
+def _results(runs: Sequence[Run], options: Options, ranked: Ranking | None) -> str:
+    columns, rows = results(runs, options, ranked)
     kinds = [any(row[i].number for row in rows) for i in range(len(columns))]
     head = "".join(
         f"<th{_number_class(kind)}>{escape(name)}</th>"
         for name, kind in zip(columns, kinds, strict=True)
     )
     body = "".join(
-        f'<tr data-points="{len(run.rows)}">{_run_cell(i, run, hint)}'
-        f"{''.join(_cell(cell) for cell in row)}</tr>"
-        for i, (run, row, hint) in enumerate(zip(runs, rows, hints(runs), strict=True))
+        f'<tr data-points="{len(run.rows)}"{_BEST_ROW if best else ""}>'
+        f"{_run_cell(i, run, hint, best=best)}{''.join(_cell(cell) for cell in row)}</tr>"
+        for i, (run, row, hint) in enumerate(zip(runs, rows, hints(runs, options), strict=True))
+        for best in [_is_best(i, runs, ranked)]
     )
-    return table("results", f"<th>run</th>{head}", body)
+    starred = any(cell.best for row in rows for cell in row)
+    return _verdict(runs, ranked, starred=starred) + table("results", f"<th>run</th>{head}", body)
+
+
+def _verdict(runs: Sequence[Run], ranked: Ranking | None, *, starred: bool) -> str:
+    """Which run is best, by what, and what the stars say."""
+    if ranked is None:
+        return ""
+    way = "higher" if ranked.better > 0 else "lower"
+    by = f"<b>{escape(ranked.column)}</b>, {way} is better ({escape(ranked.reason)})"
+    if len(ranked.best) == sum(run.state == "done" for run in runs):
+        said = f"Equal in {by}: all runs that are done."
+    else:
+        names = ", ".join(runs[i].name for i in ranked.best)
+        equal = ", equal as far as shown" if len(ranked.best) > 1 else ""
+        said = f"Best by {by}: <b>{escape(names)}</b>{equal}."
+    stars = ' <span class="soft">★ is the best of a column.</span>' if starred else ""
+    return f'<p class="verdict">{said}{stars}</p>'
+
+
+def _is_best(i: int, runs: Sequence[Run], ranked: Ranking | None) -> bool:
+    done = sum(run.state == "done" for run in runs)
+    return ranked is not None and i in ranked.best and len(ranked.best) < done
 
 
 def _cell(cell: Cell) -> str:
@@ -169,32 +207,51 @@ def _cell(cell: Cell) -> str:
     )
 
 
-def _differences(runs: Sequence[Run]) -> str:
+def _differences(runs: Sequence[Run], options: Options) -> str:
     if len(runs) < 2 or not any(run.config for run in runs):
         return ""
-    differing, agreeing = differences(runs)
-    if not differing:
-        same = f"All {agreeing} keys agree." if agreeing else "No run left a configuration."
+    found = differences(runs, options)
+    if not found.listed:
+        same = (
+            f"All {found.agreeing} keys agree."
+            if found.agreeing
+            else "No run left a configuration."
+        )
         return f"<h2>Configuration</h2><p>{same}</p>"
-    if len(differing) <= _KEYS_ACROSS:
-        head = "<th>run</th>" + "".join(f"<th>{escape(key)}</th>" for key in differing)
+    folded = ""
+    if found.folded:
+        nodes = ", ".join(node for node in found.listed if node in found.named)
+        told = f"{len(found.folded)} knobs that come with {nodes}, at their defaults"
+        folded = (
+            f'<details class="card"><summary>{escape(told)}</summary>'
+            f"{_keys_down(runs, found.folded, 'defaults')}</details>"
+        )
+    if len(found.listed) <= _KEYS_ACROSS:
+        head = "<th>run</th>" + "".join(f"<th>{escape(key)}</th>" for key in found.listed)
         body = "".join(
-            f"<tr>{_run_cell(i, run)}{''.join(_value(v[i]) for v in differing.values())}</tr>"
+            f"<tr>{_run_cell(i, run)}{''.join(_value(v[i]) for v in found.listed.values())}</tr>"
             for i, run in enumerate(runs)
         )
+        listed = table("differences", head, body)
     else:
-        head = "<th>key</th>" + "".join(
-            f'<th class="{color_class(i)}">{swatch(i)} {escape(run.name)}</th>'
-            for i, run in enumerate(runs)
-        )
-        body = "".join(
-            f"<tr><th>{escape(key)}</th>{''.join(map(_value, values))}</tr>"
-            for key, values in differing.items()
-        )
+        listed = _keys_down(runs, found.listed, "differences")
     return (
-        f"<h2>Where configurations differ</h2>{table('differences', head, body)}"
-        f'<p class="soft">{agreeing} other keys agree.</p>'
+        f"<h2>Where configurations differ</h2>{listed}"
+        f'<p class="soft">{found.agreeing} other keys agree.</p>{folded}'
     )
+
+
+def _keys_down(runs: Sequence[Run], keys: Mapping[str, list[Any]], name: str) -> str:
+    """A table with a row for each key and a column for each run."""
+    head = "<th>key</th>" + "".join(
+        f'<th class="{color_class(i)}">{swatch(i)} {escape(run.name)}</th>'
+        for i, run in enumerate(runs)
+    )
+    body = "".join(
+        f"<tr><th>{escape(key)}</th>{''.join(map(_value, values))}</tr>"
+        for key, values in keys.items()
+    )
+    return table(name, head, body)
 
 
 def _details(runs: Sequence[Run]) -> str:
@@ -234,8 +291,9 @@ def table(name: str, head: str, body: str) -> str:
     )
 
 
-def _run_cell(i: int, run: Run, hint: str = "") -> str:
-    return f'<th class="{color_class(i)}">{swatch(i)}{escape(run.name)}{_small(hint)}</th>'
+def _run_cell(i: int, run: Run, hint: str = "", *, best: bool = False) -> str:
+    badge = _BADGE if best else ""
+    return f'<th class="{color_class(i)}">{swatch(i)}{escape(run.name)}{badge}{_small(hint)}</th>'
 
 
 def _small(hint: str) -> str:

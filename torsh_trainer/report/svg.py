@@ -18,6 +18,7 @@ from torsh_trainer.report.scales import (
     ticks,
     time_ticks,
 )
+from torsh_trainer.report.together import Share, caption, coincident, shares
 
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
@@ -30,9 +31,17 @@ _DOTS_UP_TO = {"train": 10, "eval": 30, "test": 30}  # points of a curve
 AXIS_TITLES: dict[Axis, str] = {"step": "step", "samples": "samples", "time": "time"}
 
 
-def svg_of(chart: Chart, axis: Axis) -> str:
-    """One chart over one x axis: an ``<svg>`` element, and its numbers as JSON within."""
-    curves = [_Drawn(curve, reduced(curve.points), axis) for curve in chart.curves]
+def svg_of(chart: Chart, axis: Axis, names: Sequence[str]) -> str:
+    """One chart over one x axis: an ``<svg>`` element, its numbers as JSON, what coincides in it.
+
+    ``names`` are those of the runs, by their number.
+    """
+    groups = coincident(chart.curves, axis)
+    shared = shares(chart.curves, groups)
+    curves = [
+        _Drawn(curve, reduced(curve.points), axis, shared.get(i))
+        for i, curve in enumerate(chart.curves)
+    ]
     xs = [x for curve in curves for x, _ in curve.finite()]
     values = [y for curve in curves for _, y in curve.finite()]
     across = along(xs, _LEFT, WIDTH - _RIGHT)
@@ -56,10 +65,12 @@ def svg_of(chart: Chart, axis: Axis) -> str:
         "y": [up.low, up.high, up.start, up.end, int(up.log)],
         "curves": [curve.data() for curve in curves if not curve.curve.faint],
     }
+    told = escape(caption(chart.curves, groups, names))
+    below = f'<p class="together">{told}</p>' if told else ""
     return (
         f'<div class="plot by-{axis}"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{escape(chart.title)} by {axis}">{"".join(body)}</svg>'
-        f'<script type="application/json">{_script_safe(data)}</script></div>'
+        f'<script type="application/json">{_script_safe(data)}</script>{below}</div>'
     )
 
 
@@ -71,8 +82,11 @@ def color_class(run: int) -> str:
 class _Drawn:
     """A curve over one x axis."""
 
-    def __init__(self, curve: Curve, points: Sequence[Point], axis: Axis) -> None:
+    def __init__(
+        self, curve: Curve, points: Sequence[Point], axis: Axis, share: Share | None
+    ) -> None:
         self.curve = curve
+        self.share = share
         self.points = [(position(point, axis), point.value) for point in points]
 
     def finite(self) -> list[tuple[float, float]]:
@@ -92,9 +106,19 @@ class _Drawn:
         dots = [dot for piece in pieces for dot in piece if dotted or len(piece) == 1]
         run = self.curve.run
         kind = "faint" if self.curve.faint else "dashed" if self._dashed else "solid"
-        circles = "".join('<circle cx="{}" cy="{}" r="2.6"/>'.format(*dot.split()) for dot in dots)
-        path = f'<path d="{line}"/>' if line else ""
-        return f'<g class="curve {kind} {color_class(run)}" data-run="{run}">{path}{circles}</g>'
+        radius, dashes, turn = 2.6, "", ""
+        if self.share is not None:
+            radius = self.share.radius
+            drawn = " ".join(f"{length:g}" for length in self.share.dashes)
+            dashes = f' style="stroke-dasharray:{drawn};stroke-dashoffset:-{self.share.offset:g}"'
+            turn = f' data-share="{self.share.group} {self.share.on:g} {self.share.pitch:g}"'
+            kind += " shared"
+        circles = "".join(
+            f'<circle cx="{x}" cy="{y}" r="{radius:g}"/>' for x, y in map(str.split, dots)
+        )
+        path = f'<path d="{line}"{dashes}/>' if line else ""
+        group = f'<g class="curve {kind} {color_class(run)}" data-run="{run}"{turn}>'
+        return f"{group}{path}{circles}</g>"
 
     @property
     def _dashed(self) -> bool:

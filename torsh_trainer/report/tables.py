@@ -1,4 +1,4 @@
-"""What a report says in tables: results of each run, and where configurations differ."""
+"""What a report says of results: a row for each run, and which is the best."""
 
 from __future__ import annotations
 
@@ -7,41 +7,80 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torsh_trainer.report.differences import asked_for
+from torsh_trainer.report.options import Options
 from torsh_trainer.report.runs import Run
 
-ABSENT = "—"
-_OWN_TO_A_RUN = ("run_dir", "hydra", "launcher.log_dir")  # differ always, and say nothing
 _HIGHER = frozenset(
     ("acc", "accuracy", "auc", "bleu", "f1", "iou", "map", "precision", "r2", "recall", "score")
 )
 _LOWER = frozenset(("cer", "error", "loss", "mae", "mse", "perplexity", "ppl", "rmse", "wer"))
-_HINT_KEYS = 3
 _LONG_MAPPING = 12
+_TRAIN_LOSS = "train loss"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """``text`` as shown; ``number`` says that it is one; ``best`` that no other run beats it."""
+    """``text`` as shown; ``number`` says that it is one; ``best`` that no run shows a better."""
 
     text: str
     number: bool = False
     best: bool = False
 
 
-def results(runs: Sequence[Run]) -> tuple[list[str], list[list[Cell]]]:
+@dataclass(frozen=True)
+class Ranking:
+    """Which runs, by their numbers, are best in ``column`` of the results, and what says so.
+
+    ``better`` is 1 where higher is better, -1 where lower is; ``reason`` names the knob.
+    """
+
+    column: str
+    better: int
+    reason: str
+    best: tuple[int, ...]
+
+
+def ranking(runs: Sequence[Run]) -> Ranking | None:
+    """The best among runs that are done, by ``trainer.objective`` and its mode.
+
+    Where runs differ in it or have none it is the training loss, as in a sweep. Values that are
+    shown alike are equal. None where fewer than two runs can be compared.
+    """
+    done = [run for run in runs if run.state == "done"]
+    asked = {
+        (run.config.get("trainer.objective"), run.config.get("trainer.objective_mode"))
+        for run in done
+    }
+    (objective, mode), reason = (None, None), "runs differ in trainer.objective"
+    if len(asked) == 1:
+        objective, mode = asked.pop()
+        reason = "trainer.objective" if objective else "no trainer.objective"
+    columns = [name for run in done for name in final_metrics(run)]
+    column = next((c for c in _columns_of(objective) if c in columns), _TRAIN_LOSS)
+    better = 1 if column != _TRAIN_LOSS and mode == "max" else -1
+    if objective is not None and column == _TRAIN_LOSS:
+        reason = f"trainer.objective={objective} was not logged"
+    best = _best(runs, [_number_in(run, column) for run in runs], better=better)
+    return None if best is None else Ranking(column, better, reason, best)
+
+
+def results(
+    runs: Sequence[Run], options: Options, ranked: Ranking | None = None
+) -> tuple[list[str], list[list[Cell]]]:
     """(column names, a row of cells for each run); columns that no run fills are left out."""
     metrics = list(dict.fromkeys(name for run in runs for name in final_metrics(run)))
     columns: dict[str, list[Cell]] = {
         "state": [Cell(run.state) for run in runs],
-        "strategy": [Cell(str(run.result.get("strategy", ""))) for run in runs],
+        "strategy": [Cell(run.result.get("strategy") or asked_for(run, options)) for run in runs],
         "processes": _numbers([run.result.get("world_size") for run in runs]),
         "steps": _numbers([run.result.get("steps", _last_step(run)) for run in runs]),
         "reports": _numbers([len(run.rows) for run in runs]),
-        "train loss": _judged(runs, [_train_loss(run) for run in runs], better=-1),
     }
-    for name in metrics:
-        values = [final_metrics(run).get(name) for run in runs]
-        columns[name] = _judged(runs, values, better=direction(name))
+    for name in (_TRAIN_LOSS, *metrics):
+        judged = ranked is not None and name == ranked.column
+        better = ranked.better if ranked is not None and judged else direction(name)
+        columns[name] = _judged(runs, [_number_in(run, name) for run in runs], better=better)
     columns |= {
         "throughput": [Cell(_speed(run), number=True) for run in runs],
         "wall time": [Cell(_clock(run.result.get("wall_s")), number=True) for run in runs],
@@ -59,47 +98,6 @@ def final_metrics(run: Run) -> dict[str, float | None]:
             if metric != "wall_s":
                 found[f"{split} {metric}"] = run.curve(split, metric)[-1].value
     return found
-
-
-def differences(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], int]:
-    """Configuration keys that differ between ``runs`` with their values, and how many agree.
-
-    A run without the key has ``ABSENT`` there.
-    """
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    differing: dict[str, list[Any]] = {}
-    agreeing = 0
-    for key in keys:
-        if key.startswith(_OWN_TO_A_RUN):
-            continue
-        values = [run.config.get(key, ABSENT) for run in runs]
-        if any(str(value) != str(values[0]) for value in values):
-            differing[key] = values
-        else:
-            agreeing += 1
-    return differing, agreeing
-
-
-def hints(runs: Sequence[Run]) -> list[str]:
-    """A few words on what sets each run apart: ``lr=0.01 strategy=fsdp``; or nothing."""
-    differing, _ = differences(runs)
-    # `strategy._target_` and the knobs that come with it say one thing: the strategy.
-    classes = {key.removesuffix("._target_"): key for key in differing if key.endswith("_target_")}
-    keys = {
-        key: values
-        for key, values in differing.items()
-        if key in classes.values() or key.rpartition(".")[0] not in classes
-    }
-    if not 0 < len(keys) <= _HINT_KEYS:
-        return ["" for _ in runs]
-    return [
-        " ".join(
-            f"{_word(key)}={_value(values[i])}"
-            for key, values in keys.items()
-            if values[i] != ABSENT
-        )
-        for i in range(len(runs))
-    ]
 
 
 def direction(metric: str) -> int:
@@ -126,26 +124,36 @@ def _numbers(values: Sequence[Any]) -> list[Cell]:
 def _judged(runs: Sequence[Run], values: Sequence[float | None], *, better: int) -> list[Cell]:
     """Numbers with the best marked, among runs that are done and where they differ."""
     cells = _numbers(values)
+    best = _best(runs, values, better=better) if better else None
+    if best is None or len(best) == sum(run.state == "done" for run in runs):
+        return cells
+    return [replace(cell, best=i in best) for i, cell in enumerate(cells)]
+
+
+def _best(
+    runs: Sequence[Run], values: Sequence[float | None], *, better: int
+) -> tuple[int, ...] | None:
+    """The runs with the best of ``values`` as it is shown; None with fewer than two to compare."""
     judged = {
-        i: better * value
+        i: value
         for i, (run, value) in enumerate(zip(runs, values, strict=True))
         if value is not None and run.state == "done"
     }
-    if not better or len(set(judged.values())) < 2:
-        return cells
-    best = max(judged.values())
-    return [replace(cell, best=judged.get(i) == best) for i, cell in enumerate(cells)]
+    if len(judged) < 2:
+        return None
+    shown = number(max(judged.values(), key=lambda value: better * value))
+    return tuple(i for i, value in judged.items() if number(value) == shown)
 
 
-def _word(key: str) -> str:
-    parts = key.removesuffix("._target_").split(".")
-    return parts[-1]
+def _number_in(run: Run, column: str) -> float | None:
+    return _train_loss(run) if column == _TRAIN_LOSS else final_metrics(run).get(column)
 
 
-def _value(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    # A class's import path: its last word is what tells.
-    return text.rpartition(".")[2] if re.fullmatch(r"[A-Za-z_][\w.]*\.\w+", text) else text
+def _columns_of(objective: object) -> list[str]:
+    """Where a metric of a run's result stands in the table: its tests' are called test_NAME."""
+    name = str(objective)
+    test = [f"test {name.removeprefix('test_')}"] if name.startswith("test_") else []
+    return [] if objective is None else [f"eval {name}", *test]
 
 
 def _train_loss(run: Run) -> float | None:

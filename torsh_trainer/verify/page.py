@@ -61,7 +61,7 @@ def page_of(verdict: Verdict, *, now: datetime) -> str:
             f'<p class="soft">{escape(bound_words(verdict, rung))}</p>',
             f'<p class="soft">{escape(verdict.order)}</p>' if verdict.order else "",
             *(f"<p>{escape(sentence_of(o))}</p>" for o in outcomes if sentence_of(o)),
-            cards(_charts(verdict, rung, outcomes), ["step"]),
+            cards(_charts(verdict, rung, outcomes), ["step"], names),
         ]
     title = f"{verdict.recipe or 'a task'}: {', '.join(labels)}"
     return document(title, "verification", body, names=names, axes=["step"], now=now)
