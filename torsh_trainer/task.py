@@ -33,22 +33,6 @@ class Mean(NamedTuple):
     weight: Tensor | float
 
 
-def evaluated(task: Task, model: nn.Module, batch: Any) -> Mapping[str, Mean]:
-    """What ``task.evaluate`` gives for a batch.
-
-    Raises:
-        ConfigError: it is no mapping of names.
-    """
-    metrics = task.evaluate(model, batch)
-    if isinstance(metrics, Mapping):
-        return metrics
-    raise ConfigError(
-        f"task.evaluate returned a {type(metrics).__name__}, not metrics by name",
-        fix='return {"accuracy": Mean(sum over the batch, number of samples)}, with Mean of '
-        "torsh_trainer",
-    )
-
-
 def why_no_backward(loss: Any) -> ConfigError | None:
     """Why a value of ``task.loss`` has no backward; None where it could have one."""
     if not isinstance(loss, Tensor):

@@ -37,7 +37,7 @@ from torsh_trainer.strategies.state import (
     optimizer_state,
 )
 from torsh_trainer.strategies.trained import Change, agree, change_of, has_changed, noted, replayed
-from torsh_trainer.task import Mean, Task, evaluated, sum_of, why_no_backward
+from torsh_trainer.task import Mean, Task, sum_of, why_no_backward
 
 DTYPES: dict[DTypeName, torch.dtype] = {
     "fp32": torch.float32,
@@ -337,7 +337,7 @@ class NativeEngine(Engine):
         parts: dict[str, list[Mean]] = {}
         with self._evaluating(averaged=averaged):
             for batch, counts in batches:
-                metrics = evaluated(task, self.eval_module, batch)
+                metrics = task.evaluate(self.eval_module, batch)
                 if counts:
                     for name, mean in metrics.items():
                         parts.setdefault(name, []).append(mean)
