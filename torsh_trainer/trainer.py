@@ -177,7 +177,9 @@ class Trainer:
             )
 
     def fit(self, *stages: Stage) -> Result:
-        """Trains, and runs the other stages after it (default: ``self.stages``).
+        """Runs ``stages`` in their order; none are ``self.stages``, by default the training alone.
+
+        ``fit("fit", "test")`` trains and tests what came of it, in the same processes.
 
         Raises:
             TorshError: what went wrong and the next move: ConfigError for what was given,
@@ -206,11 +208,15 @@ class Trainer:
         return replace(self, checkpoint=options, stages=(stage,)).run()
 
     def run(self) -> Result:
-        """Runs the stages in the processes that the launcher starts; a library's own door.
+        """Runs ``stages`` in the processes that the launcher starts: what ``fit`` and others call.
 
-        It reads the environment as the command line's door does.
+        Where the processes exist already (torchrun, srun, mpirun), this one takes its place among
+        them, as the environment says.
+
+        Raises:
+            TorshError: see ``fit``.
         """
-        self.check_bounded()
+        self._check_bounded()
         env = dict(os.environ)
         found = environments.detect(env)
         trainer = self._told()
@@ -242,7 +248,7 @@ class Trainer:
             "log_level": self.log_level,
         }
 
-    def check_bounded(self) -> None:
+    def _check_bounded(self) -> None:
         """Makes sure that a training ends.
 
         Raises:
@@ -263,7 +269,7 @@ class Trainer:
 
 def run_in(world: World, trainer: Trainer) -> Result:
     """Runs ``trainer`` as one process of a job; what a launcher calls in each of them."""
-    trainer.check_bounded()
+    trainer._check_bounded()
     content, model = run_rank(trainer, world)
     return Result(content, model)
 

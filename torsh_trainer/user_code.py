@@ -42,11 +42,6 @@ Frame = tuple[str, int]
 """A file and a line."""
 
 
-def is_carried(error: BaseException) -> bool:
-    """Whether torch has brought ``error`` over from a loader process or a thread."""
-    return _CARRIED.match(str(error)) is not None
-
-
 def words_of(error: BaseException, *, longest: int = 400) -> str:
     """``error`` in one line: type, first line of the message, and the user's line if there is one.
 

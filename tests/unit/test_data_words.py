@@ -1,4 +1,4 @@
-"""What is said of samples that do not fit together, and of a dataset that fails."""
+"""What is said of samples that do not fit together, of a loss that is a number, of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from torsh_trainer import Callback, DataSource, Loading, Task, Trainer
 from torsh_trainer.data.collating import stacked
-from torsh_trainer.errors import ConfigError, Interrupted, ResourceError, TorshError, TrainingError
+from torsh_trainer.errors import ConfigError, Interrupted
 
 WORKERS = pytest.mark.parametrize("workers", [0, 1], ids=["here", "by a worker"])
 
@@ -33,16 +33,6 @@ class Uneven(Dataset[Any]):
 class UnevenStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return (Uneven()[index] for index in range(8))
-
-
-class Raising(Uneven):
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 3:
-            raise self.error
-        return torch.ones(3), index
 
 
 class Source(DataSource):
@@ -113,27 +103,6 @@ def test_many_shapes_are_counted() -> None:
         stacked([torch.ones(size) for size in range(1, 10)])
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "words"),
-    [
-        (OSError("the drive is gone"), ResourceError, "the drive is gone"),
-        (ValueError("no such label\nas this"), TrainingError, "no such label"),
-        (KeyError("width"), TrainingError, "'width'"),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_workers_own_message_and_line_are_told(
-    tmp_path: Path, error: Exception, kind: type[TorshError], words: str
-) -> None:
-    with pytest.raises(kind) as caught:
-        fit(Sums(Source(Raising(error))), tmp_path, workers=1)
-    assert caught.value.sentence.startswith(
-        f"{type(error).__name__} in DataLoader worker process 0: {words}"
-    )
-    assert f"{Path(__file__).name}:" in caught.value.sentence
-    assert "Caught" not in caught.value.sentence
-
-
 # -- what a task returns --------------------------------------------------------------------------
 
 
@@ -146,18 +115,6 @@ class Item(Sums):
 def test_a_loss_that_was_made_a_number_is_refused_in_words(tmp_path: Path, knobs: Any) -> None:
     with pytest.raises(ConfigError, match=r"returned a float, .* without \.item\(\)"):
         fit(Item(Padding(Uneven())), tmp_path, **knobs)
-
-
-class Evaluating(Sums):
-    def evaluate(self, model: nn.Module, batch: Any) -> Any:
-        return self.loss(self.forward(model, batch), batch)
-
-
-def test_an_evaluation_that_is_no_mapping_is_refused_in_words(tmp_path: Path) -> None:
-    data = Padding(Uneven())
-    data.eval = Uneven()
-    with pytest.raises(ConfigError, match=r"task\.evaluate gave a Tensor, .* return \{"):
-        fit(Evaluating(data), tmp_path)
 
 
 # -- signals --------------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from torsh_trainer.data.sampler import (
 from torsh_trainer.data.splits import dataset_of
 from torsh_trainer.data.stream import Stream, digest
 from torsh_trainer.data.weighting import drawable, sample_weights_of
-from torsh_trainer.data.worker_errors import telling
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.task import Task, sampled
 
@@ -382,7 +381,7 @@ def _by_workers(
         collate_fn=partial(_unless_failed, collate),
         pin_memory=pin,
     )
-    batches = telling(iter(loader))
+    batches = iter(loader)
     while True:
         first = next(batches, _END)
         if first is _END:

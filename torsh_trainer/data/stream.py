@@ -28,7 +28,6 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torsh_trainer.data.draws import Failed, seed_draws
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import Cut, StepPlan, mix
-from torsh_trainer.data.worker_errors import telling
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError
 
 log = logging.getLogger(__name__)
@@ -184,7 +183,7 @@ class Stream:
             # The processes set it for themselves. Where they share it with this one, as Hugging
             # Face's datasets do, several at once would add up, unless it is there already.
             self._passes.set_epoch(epoch)
-        for chunk in itertools.islice(telling(iter(self._source)), left):
+        for chunk in itertools.islice(self._source, left):
             if isinstance(chunk, Failed):
                 raise chunk.error
             number += 1

@@ -48,7 +48,7 @@ def write_png(
         figsize=(6.2 * columns, 3.1 * rows + legend_in), dpi=130, layout="constrained"
     )
     for i, chart in enumerate(charts):
-        _draw(figure.add_subplot(rows, columns, i + 1), chart, [run.name for run in runs])
+        _draw(figure.add_subplot(rows, columns, i + 1), chart, [_plain(r.name) for r in runs])
     line: Any = Line2D
     figure.legend(
         [line([], [], color=_color(i), linestyle=_style(i)) for i in range(len(runs))],

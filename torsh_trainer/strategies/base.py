@@ -221,7 +221,12 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
-        """Unscales, clips and applies the gradients."""
+        """Unscales, clips and applies the gradients: one update, the same on every rank.
+
+        ``measure_norm`` asks for the norm before clipping where ``clip`` needs none. Where a loss
+        scaler or ``trainer.on_nonfinite=skip`` asks for it, a step whose gradients are not finite
+        changes nothing, and its outcome says so.
+        """
 
     @abc.abstractmethod
     def zero_grad(self) -> None:
@@ -367,7 +372,10 @@ class Strategy(abc.ABC):
     gradient_scale: ClassVar[float] = 1.0
 
     def gradient_scale_on(self, world: World) -> float:
-        """By how much the gradient is larger than the mean; a sum over ranks depends on them."""
+        """How many times the mean over the global batch the gradient is: 1, or more for a sum.
+
+        It depends on ``world`` where ranks are summed (``ddp`` with ``op=sum``).
+        """
         return self.gradient_scale
 
     def needs_process_group(self, world: World) -> bool:
@@ -428,7 +436,10 @@ class Strategy(abc.ABC):
         return self
 
     def refuse(self, option: str, *, use: str) -> Unsupported:
-        """The error for an option that this strategy cannot honour."""
+        """The error for an option that this strategy cannot honour; the caller raises it.
+
+        ``option`` is what was asked for (``trainer.compile``), ``use`` what to do instead.
+        """
         return Unsupported(
             f"strategy={self.name} cannot honour {option}", fix=use, strategy=self.name
         )
