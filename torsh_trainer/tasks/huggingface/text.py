@@ -125,6 +125,12 @@ class _Texts(LoadedOnUse):
         """The token that fills a batch."""
         return self._tokenizer.pad
 
+    @property
+    def special_tokens(self) -> dict[str, int | None]:
+        """Numbers of the tokens around a text, as a configuration names them."""
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return {name: getattr(self._tokenizer.library, name) for name in names}
+
     def tokenizer_files(self) -> dict[str, str | bytes]:
         """The tokenizer's files by name, for whoever exports the model."""
         return self._tokenizer.files()
