@@ -133,7 +133,7 @@ class _Texts(LoadedOnUse):
 
     def tokenizer_files(self) -> dict[str, str | bytes]:
         """The tokenizer's files by name, for whoever exports the model."""
-        return self._tokenizer.files()
+        return self._tokenizer.files
 
     @cached_property
     def longest(self) -> int:

@@ -113,6 +113,7 @@ class FolderTokenizer:
             ) from error
         return encoded
 
+    @cached_property
     def files(self) -> dict[str, str | bytes]:
         """The tokenizer's files by name, as ``save_pretrained`` writes them."""
         with tempfile.TemporaryDirectory() as folder:
