@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,22 @@ def test_damaged_weights_are_told_in_a_sentence(tmp_path):
 
 def test_a_library_that_is_not_installed_is_named_with_the_command(monkeypatch):
     library.transformers.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ResourceError, match=r'pip install "torsh-trainer\[hf\]"'):
         HuggingFaceModel(config="gpt2").build(CAUSAL)
+
+
+def test_the_library_is_loaded_when_a_model_is_made_and_not_before(run_command, tmp_path):
+    script = """
+import sys
+from torsh_trainer.checkpoint.door import export
+from torsh_trainer.tasks.huggingface import checks, heads, models, records, text, tokenizer
+made = models.HuggingFaceModel(config="gpt2")
+heads.CausalLM(lambda: made, text.Documents(path="x", tokenizer="."))
+print(*{"transformers", "tokenizers", "safetensors"} & {*sys.modules})
+"""
+    done = run_command([sys.executable, "-c", script], cwd=tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
 @pytest.mark.parametrize(

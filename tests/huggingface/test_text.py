@@ -154,6 +154,18 @@ def test_pairs_of_texts_are_encoded_together_and_cut_to_a_length(tokenizer, tmp_
     assert data.train[0]["input_ids"].tolist() == right
 
 
+def test_the_tokenizer_that_is_kept_is_the_one_of_the_folder(tokenizer, files):
+    data = LabelledTexts(path=str(files["csv"]), tokenizer=str(tokenizer), max_length=3)
+    assert data.longest == 3
+    kept = data.tokenizer_files()
+    assert json.loads(kept["tokenizer.json"]) == json.loads(
+        (tokenizer / "tokenizer.json").read_text()
+    )
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    saved = json.loads(kept["tokenizer_config.json"])
+    assert saved["model_max_length"] == settings["model_max_length"]
+
+
 def test_whole_numbers_are_classes_by_themselves(tokenizer, tmp_path):
     lines = [json.dumps({"text": "a film", "label": label}) for label in (0, 2, 10, 2)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))

@@ -102,6 +102,8 @@ def test_a_language_model_with_tied_weights_trains_sharded_and_opens_in_transfor
     assert "lm_head.weight" not in load_file(out / "model.safetensors")
     model, told = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(told.values())
+    fast = transformers.AutoTokenizer.from_pretrained(out)
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (None, fast.eos_token_id)
     data = Documents(path=str(files["txt"]), tokenizer=str(out))
     losses = [
         F.cross_entropy(

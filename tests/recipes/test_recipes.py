@@ -67,6 +67,25 @@ def test_the_language_model_reports_perplexity_tokens_and_utilisation(
     assert 0 < row["mfu"] < 1
 
 
+def test_a_model_of_transformers_learns_bytes(warm_door: Door, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    for number in range(40):
+        (library / f"m{number}.py").write_text(f"def f_{number}():\n    return {number}\n" * 40)
+    done = warm_door(
+        [
+            "+recipe=hf_lm",
+            f"data.folder={library}",
+            "trainer.max_steps=20",
+            "data.batch_size=8",
+            "model.overrides.num_hidden_layers=1",
+        ]
+    )
+    metrics = result_of(done, tmp_path)["metrics"]
+    assert metrics["test_loss"] < math.log(256)
+    assert metrics["test_bits_per_byte"] == pytest.approx(metrics["test_loss"] / math.log(2))
+
+
 def write_clothes(folder: Path) -> None:
     """Images whose bright rows say their class, in files like those of Fashion-MNIST."""
     generator = torch.Generator().manual_seed(0)

@@ -85,6 +85,10 @@ class CausalLM(HuggingFaceTask, LanguageModel):
 
     head = "AutoModelForCausalLM"
 
+    def _settings(self, model: HuggingFaceModel) -> dict[str, Any]:
+        """Of random weights, the tokens that stand for an end are those of the tokenizer."""
+        return {} if model.pretrained is not None else getattr(self.data, "special_tokens", {})
+
     def build_model(self) -> nn.Module:
         model = super().build_model()
         check_causal(model)

@@ -125,9 +125,15 @@ class _Texts(LoadedOnUse):
         """The token that fills a batch."""
         return self._tokenizer.pad
 
+    @property
+    def special_tokens(self) -> dict[str, int | None]:
+        """Numbers of the tokens around a text, as a configuration names them."""
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return {name: getattr(self._tokenizer.library, name) for name in names}
+
     def tokenizer_files(self) -> dict[str, str | bytes]:
         """The tokenizer's files by name, for whoever exports the model."""
-        return self._tokenizer.files()
+        return self._tokenizer.files
 
     @cached_property
     def longest(self) -> int:
@@ -192,7 +198,8 @@ class Documents(_Texts):
         texts = self._documents(self.path)
         parts = split(len(texts), fractions=self._shares, seed=self.split_seed)
         made = [
-            self._rows([texts[i] for i in part.tolist()]) if len(part) else None for part in parts
+            self._rows([texts[i] for i in part.tolist()], self.path) if len(part) else None
+            for part in parts
         ]
         evaluation = self._file(self.eval_path) or made[1]
         test = self._file(self.test_path) or made[2]
@@ -213,7 +220,7 @@ class Documents(_Texts):
         return batch if self.packing else {**batch, "attention_mask": mask_of(samples, "tokens")}
 
     def _file(self, path: str | None) -> Rows | None:
-        return None if path is None else self._rows(self._documents(path))
+        return None if path is None else self._rows(self._documents(path), path)
 
     def _documents(self, path: str) -> list[_Document]:
         encode, end = self._tokenizer.batch, self._tokenizer.end
@@ -231,7 +238,7 @@ class Documents(_Texts):
             for before, after in zip(given, own, strict=True)
         ]
 
-    def _rows(self, texts: Sequence[_Document]) -> Rows:
+    def _rows(self, texts: Sequence[_Document], path: str) -> Rows:
         tokens, targets, positions = array("i"), array("i"), array("i")
         edges = [0]
         for text in texts:
@@ -246,9 +253,7 @@ class Documents(_Texts):
                 targets.extend(wanted[start + 1 : stop + 1])
                 positions.extend(range(stop - start))
         if all(target == IGNORED for target in targets):
-            raise ConfigError(
-                f"{self.path}: no text has a token to predict", fix="bring longer texts"
-            )
+            raise ConfigError(f"{path}: no text has a token to predict", fix="bring longer texts")
         edges.append(len(tokens))
         streams = {"tokens": _tensor(tokens), "targets": _tensor(targets)}
         if self.packing:

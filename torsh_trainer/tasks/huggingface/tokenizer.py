@@ -41,6 +41,9 @@ class FolderTokenizer:
     @cached_property
     def library(self) -> Any:
         """The tokenizer of transformers."""
+        return self._read()
+
+    def _read(self) -> Any:
         read = transformers().AutoTokenizer.from_pretrained
         try:
             found = read(self.folder, local_files_only=True, trust_remote_code=False)
@@ -49,7 +52,6 @@ class FolderTokenizer:
         # Of a folder with a config.json alone, transformers makes one that knows no word.
         if len(found) <= len(set(found.all_special_tokens)):
             raise self._none("")
-        found.model_max_length = int(1e30)  # how long samples may be is told by us
         return found
 
     def _none(self, why: str) -> ConfigError:
@@ -113,10 +115,11 @@ class FolderTokenizer:
             ) from error
         return encoded
 
+    @cached_property
     def files(self) -> dict[str, str | bytes]:
         """The tokenizer's files by name, as ``save_pretrained`` writes them."""
         with tempfile.TemporaryDirectory() as folder:
-            self.library.save_pretrained(folder)
+            self._read().save_pretrained(folder)  # one that has cut texts keeps at how many tokens
             paths = sorted(path for path in Path(folder).iterdir() if path.is_file())
             return {path.name: _content(path) for path in paths}
 
