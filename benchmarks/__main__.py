@@ -19,6 +19,7 @@ from benchmarks import (
     ddp_step,
     engines,
     first_step,
+    reading,
     slow_link,
     step_cost,
 )
@@ -62,6 +63,7 @@ PARTS: dict[str, Part] = {
     "f": collective_step,
     "g": slow_link,
     "h": engines,
+    "i": reading,
 }
 """By letter; (d) is measured with (c)."""
 
