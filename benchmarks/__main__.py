@@ -20,6 +20,7 @@ from benchmarks import (
     engines,
     first_step,
     fsdp_units,
+    reading,
     slow_link,
     step_cost,
 )
@@ -64,6 +65,7 @@ PARTS: dict[str, Part] = {
     "g": slow_link,
     "h": engines,
     "u": fsdp_units,
+    "i": reading,
 }
 """By letter; (d) is measured with (c)."""
 

@@ -22,7 +22,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE, fitting
 from torsh_trainer.data.batch import MicroBatch, Place, Step
 from torsh_trainer.data.collating import stacked
-from torsh_trainer.data.draws import Failed, seed_draws
+from torsh_trainer.data.draws import Failed
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import (
     Cut,
@@ -31,8 +31,8 @@ from torsh_trainer.data.sampler import (
     Share,
     StepPlan,
     is_listed,
-    mix,
 )
+from torsh_trainer.data.seeding import Seeded
 from torsh_trainer.data.splits import dataset_of
 from torsh_trainer.data.stream import Stream, digest
 from torsh_trainer.data.weighting import drawable, sample_weights_of
@@ -320,7 +320,9 @@ def _loaded(
     consumed: int,
 ) -> Loaded:
     """Plans with their batches, loaded here or by worker processes."""
-    fetch = Seeded(dataset, sampler.seed) if seeds_samples(dataset, loading) else None
+    fetch = None
+    if seeds_samples(dataset, loading):
+        fetch = Seeded(dataset, sampler.seed, always=loading.seed_samples is True)
     pin = _pins(loading, device)
     if not loading.num_workers:
         return _in_process(sampler, fetch or _plain(dataset), collate, bool(fetch), pin, consumed)
@@ -434,22 +436,6 @@ class _Iterable:
 
 def _keys(epoch: int, share: Share) -> list[Key]:
     return [(epoch, index) for index in share.ids]
-
-
-class Seeded:
-    """A map dataset whose random numbers for a sample come from (seed, epoch, sample id)."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset = dataset
-        self.seed = seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        seed_draws(mix(self.seed, epoch, index))
-        return self.dataset[index]
-
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
-        return [self[key] for key in keys]
 
 
 def seeds_samples(dataset: Any, loading: Loading) -> bool:

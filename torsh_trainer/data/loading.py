@@ -17,7 +17,8 @@ class Loading:
     given). ``num_workers`` are loader processes for each training process; 0 loads in the loop.
     ``drop_last`` leaves out the ragged tail of an epoch. ``seed_samples`` seeds the random numbers
     that a dataset draws for a sample from (seed, epoch, sample id), and those of a stream by global
-    batch; null does so but for map datasets with ``__getitems__``. ``own_state`` resumes a stream
+    batch; null seeds generators that samples are seen to draw from, but for map datasets with
+    ``__getitems__``, and true seeds all of them for every sample. ``own_state`` resumes a stream
     that keeps its own state from it; else it is read again up to the position.
     ``eval_batch_size`` (per process) null takes the micro-batch size.
     """

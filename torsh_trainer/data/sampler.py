@@ -8,7 +8,7 @@ consumed so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -38,11 +38,21 @@ def mix(*words: int) -> int:
     """
     key = 0
     for word in words:
-        key = (key + word + 0x9E3779B97F4A7C15) & _MASK
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
-        key ^= key >> 31
+        key = _stirred(key, word)
     return key >> 1
+
+
+def _stirred(key: int, word: int) -> int:
+    key = (key + word + 0x9E3779B97F4A7C15) & _MASK
+    key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
+    return key ^ (key >> 31)
+
+
+def sample_keys(seed: int, epoch: int, ids: Iterable[int]) -> list[int]:
+    """``mix(seed, epoch, id)`` for each of ``ids``."""
+    begun = _stirred(_stirred(0, seed), epoch)
+    return [_stirred(begun, index) >> 1 for index in ids]
 
 
 class ForwardKeys:

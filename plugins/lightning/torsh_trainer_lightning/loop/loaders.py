@@ -16,8 +16,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torsh_trainer.data.feed import Seeded
 from torsh_trainer.data.sampler import Cut, Orders
+from torsh_trainer.data.seeding import Seeded
 from torsh_trainer.errors import Unsupported
 
 Place = Callable[[], tuple[int, int]]
