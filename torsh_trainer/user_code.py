@@ -68,8 +68,9 @@ def place_of(error: BaseException) -> str:
 
 
 def place_in(stack: str) -> str:
-    """The same of a stack that faulthandler wrote: its innermost frame comes first."""
-    return _users(_frames(stack))
+    """The same of what faulthandler wrote: of its first thread, else of the last, the main one."""
+    threads = stack.split("\n\n")
+    return next(filter(None, (_users(_frames(threads[end])) for end in (0, -1))), "")
 
 
 def place_here() -> str:

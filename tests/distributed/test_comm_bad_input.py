@@ -147,6 +147,36 @@ def test_a_part_of_the_job_waits_no_longer_than_the_whole(away):
     assert facts["missing"] == [1]
 
 
+def in_the_barrier_alone():
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one group", "groups of their own"])
+def test_where_each_rank_waits_is_told_when_one_alone_enters_a_barrier(apart):
+    def case(comm):
+        part = comm.split([0, 1]) if apart else comm
+        comm.barrier()
+
+        def alone():
+            with attendance.named(comm.process_group, longer="more time"):
+                in_the_barrier_alone()
+
+        def together():
+            part.all_reduce(torch.ones(1))
+
+        # Each names the other's place, so the one that gives up first has to wait for the other.
+        attendance.GRACE_S = 10.0 if not apart else 3.0
+        return told(alone if comm.world.rank == 0 else together)
+
+    with RankPool(2, options=BRIEF) as pool:
+        answers = pool.run(case, timeout_s=60.0)
+    line = in_the_barrier_alone.__code__.co_firstlineno + 1
+    for kind, words, _ in answers:
+        assert kind == "CommunicationError"
+        assert f"rank 0 waited in barrier at {__file__}:{line}" in words
+        assert f"rank 1 waited in all_reduce at {__file__}" in words
+
+
 # -- training -------------------------------------------------------------------------------------
 
 
