@@ -68,9 +68,12 @@ def place_of(error: BaseException) -> str:
 
 
 def place_in(stack: str) -> str:
-    """The same of what faulthandler wrote: of its first thread, else of the last, the main one."""
-    threads = stack.split("\n\n")
-    return next(filter(None, (_users(_frames(threads[end])) for end in (0, -1))), "")
+    """The same of what faulthandler wrote: of the thread that was at work, else of the main one."""
+    threads = [part for part in stack.split("\n\n") if _FRAME.search(part)]
+    at_work = [part for part in threads if part.startswith("Current thread")]
+    # The main thread is the oldest, and comes last.
+    told = (_users(_frames(part)) for part in (*at_work, *threads[-1:]))
+    return next(filter(None, told), "")
 
 
 def place_here() -> str:
