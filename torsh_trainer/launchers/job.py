@@ -338,10 +338,21 @@ class _Job:
         silent = [w for w in self._workers if w.ready and not w.ended and w.failure is None]
         for worker in silent:
             worker.signal(signal.SIGUSR2)  # faulthandler writes down where it is
-        self._until_ended(time.monotonic() + LAST_WORDS_S)
-        places = {w.rank: place_in(w.last_words()) for w in silent if w.answer is None}
+        stacks = self._settled([w for w in silent if w.answer is None])
+        places = {rank: place_in(stack) for rank, stack in stacks.items()}
         ended = [f"rank {w.rank} has finished" for w in self._workers if w.answer is not None]
         return ended + [f"rank {rank} was at {place}" for rank, place in places.items() if place]
+
+    def _settled(self, workers: Sequence[_Worker]) -> dict[int, str]:
+        """By rank, the stacks that were asked for, once they grow no more, or after SETTLE_S."""
+        deadline_s = time.monotonic() + SETTLE_S
+        stacks = {w.rank: "" for w in workers}
+        while not all(w.ended for w in workers) and time.monotonic() < deadline_s:
+            self._until_ended(time.monotonic() + POLL_S)
+            before, stacks = stacks, {w.rank: w.last_words() for w in workers}
+            if all(stacks.values()) and stacks == before:
+                break
+        return stacks
 
     def _end(self) -> None:
         """SIGTERM, a moment, and SIGKILL for whole sessions; ends by these are no failures."""
