@@ -52,7 +52,7 @@ def _run(
     *,
     cwd: Path,
     env: Mapping[str, str] | None = None,
-    timeout_s: float = 120,
+    timeout_s: float = 480,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in ``cwd`` with ``env`` added, and take it down whole when it hangs.
 
@@ -98,13 +98,13 @@ def plugins(repository) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def run_command() -> RunCommand:
-    """``run_command(command, cwd=, env={}, timeout_s=120)``: any command, run to its end."""
+    """``run_command(command, cwd=, env={}, timeout_s=480)``: any command, run to its end."""
     return _run
 
 
 @pytest.fixture
 def run_door(tmp_path: Path) -> RunCommand:
-    """``run_door(args, cwd=tmp_path, env={}, timeout_s=120)``: the command line, run.
+    """``run_door(args, cwd=tmp_path, env={}, timeout_s=480)``: the command line, run.
 
     Runs ``python -m torsh_trainer`` with the arguments in ``tmp_path`` (or ``cwd``), and returns
     the completed process with its exit code and both outputs as text.
@@ -115,7 +115,7 @@ def run_door(tmp_path: Path) -> RunCommand:
         cwd: Path | None = None,
         *,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 120,
+        timeout_s: float = 480,
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "torsh_trainer", *args]
         return _run(command, cwd=cwd or tmp_path, env=env, timeout_s=timeout_s)
@@ -151,7 +151,7 @@ def _script(world: World, port: int, folder: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def warm_command() -> Iterator[RunCommand]:
-    """``warm_command(args, processes=1, cwd=, timeout_s=120)``: the command line on warm ranks.
+    """``warm_command(args, processes=1, cwd=, timeout_s=480)``: the command line on warm ranks.
 
     For tests of what a run trains: an interpreter that has to import everything costs many times
     what their few steps do. The ranks are forked, live as long as the module's tests, and are
@@ -170,7 +170,7 @@ def warm_command() -> Iterator[RunCommand]:
             return stack.enter_context(RankPool(processes, join=False))
 
         def run(
-            args: Sequence[str], *, processes: int = 1, cwd: Path, timeout_s: float = 120
+            args: Sequence[str], *, processes: int = 1, cwd: Path, timeout_s: float = 480
         ) -> subprocess.CompletedProcess[str]:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             answers = ranks(processes).run(
@@ -184,7 +184,7 @@ def warm_command() -> Iterator[RunCommand]:
 
 @pytest.fixture
 def warm_door(warm_command: RunCommand, tmp_path: Path) -> RunCommand:
-    """``warm_door(args, cwd=tmp_path, processes=1, timeout_s=120)``: as ``warm_command``."""
+    """``warm_door(args, cwd=tmp_path, processes=1, timeout_s=480)``: as ``warm_command``."""
 
     def run(
         args: Sequence[str], cwd: Path | None = None, **options: Any

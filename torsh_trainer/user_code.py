@@ -68,8 +68,12 @@ def place_of(error: BaseException) -> str:
 
 
 def place_in(stack: str) -> str:
-    """The same of a stack that faulthandler wrote: its innermost frame comes first."""
-    return _users(_frames(stack))
+    """The same of what faulthandler wrote: of the thread that was at work, else of the main one."""
+    threads = [part for part in stack.split("\n\n") if _FRAME.search(part)]
+    at_work = [part for part in threads if part.startswith("Current thread")]
+    # The main thread is the oldest, and comes last.
+    told = (_users(_frames(part)) for part in (*at_work, *threads[-1:]))
+    return next(filter(None, told), "")
 
 
 def place_here() -> str:

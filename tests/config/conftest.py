@@ -96,7 +96,7 @@ class BackgroundDoor:
     def code(self) -> int | None:
         return self.process.returncode
 
-    def wait_for(self, pattern: str, *, timeout_s: float = 90) -> None:
+    def wait_for(self, pattern: str, *, timeout_s: float = 360) -> None:
         """Returns once a file that matches ``pattern`` is there."""
         end = time.monotonic() + timeout_s
         while not any(self.home.glob(pattern)):
@@ -107,7 +107,7 @@ class BackgroundDoor:
     def interrupted(self, number: int) -> tuple[str, str]:
         """Both outputs, after it was sent a signal."""
         self.process.send_signal(number)
-        return self.process.communicate(timeout=60)
+        return self.process.communicate(timeout=240)
 
 
 @pytest.fixture

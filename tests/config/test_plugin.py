@@ -131,7 +131,7 @@ class TestInstalled:
     def test_it_passes_the_suite_that_ships(self, environment, run_command, tmp_path):
         (tmp_path / "test_example.py").write_text(CONTRACT)
         command = [environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
-        answer = run_command(command, cwd=tmp_path, timeout_s=240)
+        answer = run_command(command, cwd=tmp_path, timeout_s=960)
         assert answer.returncode == 0, answer.stdout + answer.stderr
         assert " passed" in answer.stdout
         assert "skipped" not in answer.stdout

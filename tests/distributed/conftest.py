@@ -163,7 +163,7 @@ class Run:
         assassin: Callable[[list[int]], None] | None = None,
         *,
         prepare: Callable[[World], None] | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 240.0,
     ) -> Life:
         """One life on two fresh ranks; ``assassin`` gets their process ids on a thread.
 
@@ -434,8 +434,8 @@ class Away:
         (self._folder / f"noticed-{rank}").touch()
 
     def until_noticed_by(self, others: int) -> None:
-        """Returns once so many ranks have noticed, or after a minute."""
-        end_s = time.monotonic() + 60
+        """Returns once so many ranks have noticed, or after minutes."""
+        end_s = time.monotonic() + 240
         while len(list(self._folder.glob("noticed-*"))) < others and time.monotonic() < end_s:
             time.sleep(0.02)
 

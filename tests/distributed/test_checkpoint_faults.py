@@ -105,7 +105,7 @@ class ReadOnly(Trouble):
 
 
 def patiently(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)

@@ -279,7 +279,7 @@ def started(folder: Path, size: int) -> Ranks:
     ]
     errors = []
     try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
+        errors = [process.communicate(timeout=480)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

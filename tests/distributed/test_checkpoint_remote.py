@@ -52,7 +52,7 @@ def endpoint() -> Iterator[str]:
     assert process.stdout is not None
     host, port = process.stdout.readline().split()
     yield f"http://{host}:{port}"
-    process.communicate("", timeout=30)
+    process.communicate("", timeout=120)
 
 
 @pytest.fixture(scope="module")

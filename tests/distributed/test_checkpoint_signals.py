@@ -134,13 +134,13 @@ class Place:
 
     def ends(self, process: subprocess.Popen[str], *, code: int) -> str:
         """What it said to standard error, which is never a traceback."""
-        out, error = process.communicate(timeout=120)
+        out, error = process.communicate(timeout=480)
         assert process.returncode == code, out + error
         assert "Traceback" not in out + error
         return error
 
     def until_held(self, process: subprocess.Popen[str], number: int) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 480
         while not (self.folder / f"held-{number}").exists():
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, f"not held for the time {number}"
@@ -181,7 +181,7 @@ def place(tmp_path: Path) -> Iterator[Callable[[str], Place]]:
         one.close()
 
 
-@pytest.mark.timeout(500)  # a run in many parts, beside other tests
+@pytest.mark.timeout(2000)  # a run in many parts, beside other tests
 def test_a_run_stopped_amid_saves_and_evaluations_goes_on_bit_for_bit(
     place: Any, warm_door: Any
 ) -> None:

@@ -141,10 +141,40 @@ def test_a_part_of_the_job_waits_no_longer_than_the_whole(away):
         return answer
 
     with RankPool(3, options=BRIEF) as pool:
-        kind, words, facts = pool.run(case, timeout_s=30.0)[0]
+        kind, words, facts = pool.run(case, timeout_s=120.0)[0]
     assert kind == "CommunicationError"
     assert "rank 1 of 2 did not take part" in words
     assert facts["missing"] == [1]
+
+
+def in_the_barrier_alone():
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one group", "groups of their own"])
+def test_where_each_rank_waits_is_told_when_one_alone_enters_a_barrier(apart):
+    def case(comm):
+        part = comm.split([0, 1]) if apart else comm
+        comm.barrier()
+
+        def alone():
+            with attendance.named(comm.process_group, longer="more time"):
+                in_the_barrier_alone()
+
+        def together():
+            part.all_reduce(torch.ones(1))
+
+        # Each names the other's place, so the one that gives up first has to wait for the other.
+        attendance.GRACE_S = 10.0 if not apart else 3.0
+        return told(alone if comm.world.rank == 0 else together)
+
+    with RankPool(2, options=BRIEF) as pool:
+        answers = pool.run(case, timeout_s=240.0)
+    line = in_the_barrier_alone.__code__.co_firstlineno + 1
+    for kind, words, _ in answers:
+        assert kind == "CommunicationError"
+        assert f"rank 0 waited in barrier at {__file__}:{line}" in words
+        assert f"rank 1 waited in all_reduce at {__file__}" in words
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -209,7 +239,7 @@ def test_processes_that_build_different_models_are_told_the_first_difference(
     strategy, kind, tmp_path
 ):
     with RankPool(2, join=False) as pool:
-        answers = pool.run(trained, strategy, kind, tmp_path, timeout_s=40.0)
+        answers = pool.run(trained, strategy, kind, tmp_path, timeout_s=160.0)
     for name, words, _ in answers:
         assert name == "MismatchError"
         assert f"the processes have different models: {DIFFERENT[kind]}" in words
@@ -228,7 +258,7 @@ def test_so_are_those_that_wrap_different_models():
 def test_a_rank_that_hangs_while_training_is_named_by_the_others(strategy, tmp_path):
     with RankPool(2, join=False) as pool:
         options = replace(BRIEF, timeout_s=2.0)
-        answers = pool.run(trained, strategy, "hangs", tmp_path, options, timeout_s=60.0)
+        answers = pool.run(trained, strategy, "hangs", tmp_path, options, timeout_s=240.0)
     name, words, facts = answers[0]
     assert name == "CommunicationError"
     assert "rank 1 of 2 did not take part" in words

@@ -83,7 +83,7 @@ def test_ranks_end_well_while_a_variable_holds_their_group(tmp_path):
         for pair in range(3)
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    said = [rank.communicate(timeout=480)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 6, said
 
 
@@ -91,7 +91,7 @@ def test_a_model_in_ddp_may_be_what_holds_the_group_last():
     done = subprocess.run(
         [sys.executable, "-c", OWNED_BY_DDP],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=480,
         capture_output=True,
         text=True,
         check=False,

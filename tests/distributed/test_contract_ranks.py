@@ -131,7 +131,7 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path):
     assert len(pids) == 2
     parent.kill()
     parent.communicate()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while any(alive(pid) for pid in pids):
         assert time.monotonic() < end, "ranks outlive their parent"
         time.sleep(0.05)

@@ -1,5 +1,6 @@
 """The launcher with real worker processes; most of them do without torch, to start quickly."""
 
+import ctypes
 import json
 import os
 import pickle
@@ -255,6 +256,31 @@ def test_the_line_that_is_told_is_the_users_and_not_the_librarys():
 def test_the_cause_is_told_and_not_what_follows_from_it():
     with pytest.raises(WorkerError, match="rank 1 failed with KeyError"):
         launch(lose_a_peer)
+
+
+def wait_for_one_that_is_elsewhere(world):
+    if world.rank == 1:
+        time.sleep(FOREVER)
+    raise ConnectionResetError("timed out")
+
+
+def test_where_the_others_are_is_told_when_a_collective_fails():
+    line = wait_for_one_that_is_elsewhere.__code__.co_firstlineno + 2
+    with pytest.raises(WorkerError, match=f"; rank 1 was at {re.escape(__file__)}:{line}; its"):
+        launch(wait_for_one_that_is_elsewhere)
+
+
+def crash(world):
+    if world.rank == 1:
+        ctypes.string_at(0)
+    time.sleep(FOREVER)
+
+
+def test_a_crash_is_told_with_the_users_line():
+    line = crash.__code__.co_firstlineno + 2
+    place = re.escape(f"{__file__}:{line}")
+    with pytest.raises(WorkerError, match=f"was killed by SIGSEGV at {place}; "):
+        launch(crash)
 
 
 def die_in_a_collective(world):

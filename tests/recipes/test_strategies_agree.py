@@ -24,7 +24,7 @@ RUN = [
 
 def curve(door: Any, folder: Path, *overrides: str, **options: Any) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step of a run through the command line."""
-    done = door([*RUN, f"hydra.run.dir={folder}", *overrides], timeout_s=300, **options)
+    done = door([*RUN, f"hydra.run.dir={folder}", *overrides], timeout_s=1200, **options)
     assert done.returncode == 0, done.stderr
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]

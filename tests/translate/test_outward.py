@@ -356,7 +356,7 @@ def test_the_live_engine_takes_what_is_written(repository, run_command, tmp_path
     asked = tmp_path / "pairs.json"
     asked.write_text(json.dumps(pairs))
     program = Path(__file__).with_name("engine.py")
-    answer = run_command([sys.executable, program, asked], cwd=tmp_path, timeout_s=240)
+    answer = run_command([sys.executable, program, asked], cwd=tmp_path, timeout_s=960)
     assert answer.returncode == 0, answer.stderr
     texts = dict(pairs)
     verdicts = json.loads(answer.stdout)

@@ -9,6 +9,7 @@ import math
 import pickle
 import struct
 import sys
+import textwrap
 import time
 
 import cloudpickle
@@ -310,16 +311,24 @@ def test_tensorboard_is_readable_while_the_run_goes_on(tmp_path):
     callback.on_error(RuntimeError("the run died"))
 
 
-def test_choosing_tensorboard_imports_it_only_with_the_first_report(tmp_path, run_command):
+def test_tensorboard_is_imported_when_a_run_starts_and_not_in_a_step(tmp_path, run_command):
     script = """
         import sys
+        from pathlib import Path
+        from types import SimpleNamespace
         from torsh_trainer.callbacks.tensorboard import TensorBoard
-        TensorBoard()
-        print([name for name in ("tensorboard", "tensorflow") if name in sys.modules])
+        def imported():
+            return [name for name in ("tensorboard", "tensorflow") if name in sys.modules]
+        chosen = TensorBoard()
+        print(imported())
+        sink = chosen.open(SimpleNamespace(run_dir=Path(), first_step=0, trains=True))
+        started = set(sys.modules)
+        print(imported())
+        sink.write(SimpleNamespace(step=1, named=lambda: {"loss": 1.0}))
+        print(sorted(set(sys.modules) - started))
     """
-    code = "\n".join(line.strip() for line in script.splitlines())
-    result = run_command([sys.executable, "-c", code], cwd=tmp_path)
-    assert result.stdout.strip() == "[]", result.stderr
+    result = run_command([sys.executable, "-c", textwrap.dedent(script)], cwd=tmp_path)
+    assert result.stdout.splitlines() == ["[]", "['tensorboard']", "[]"], result.stderr
 
 
 # -- experiment trackers --------------------------------------------------------------------------

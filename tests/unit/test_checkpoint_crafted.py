@@ -42,7 +42,7 @@ from torsh_trainer.errors import ConfigError, ResourceError
 
 DATA = "__0_0.distcp"
 LIMIT_BYTES = 1 << 30  # what a load of a few KiB may ask for beyond what is there already
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)

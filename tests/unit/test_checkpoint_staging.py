@@ -204,7 +204,7 @@ def test_a_save_waits_until_the_one_under_way_is_on_disk(tmp_path, monkeypatch):
         seen.append("copied")
 
     def writing(planner, folder):
-        disk_answers.wait(60)
+        disk_answers.wait(240)
         written = write_tensors(planner, folder)
         seen.append("written")
         return written

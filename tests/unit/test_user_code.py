@@ -105,6 +105,24 @@ def test_an_installed_package_counts_as_the_users_where_nothing_else_does():
     assert place_among(torchs, "<frozen runpy>", json.__file__) == ""
 
 
+def test_of_a_crash_the_place_of_the_thread_at_work_is_told_else_of_the_main_one():
+    words = ["Fatal Python error: Segmentation fault", "Extension modules: yaml._yaml"]
+    stacks = {
+        "Thread 0x01": "/home/me/loader.py",
+        "Current thread 0x02": "/home/me/model.py",
+        "Thread 0x03": "/home/me/train.py",
+    }
+    parts = [
+        f'{name} (most recent call first):\n  File "{file}", line 7 in f'
+        for name, file in stacks.items()
+    ]
+    assert place_in("\n\n".join([words[0], *parts, words[1]])) == "/home/me/model.py:7"
+    parts[1] = (
+        f'Current thread 0x02 (most recent call first):\n  File "{json.__file__}", line 1 in f'
+    )
+    assert place_in("\n\n".join([words[0], *parts, words[1]])) == "/home/me/train.py:7"
+
+
 def test_the_call_under_way_is_looked_for_within_the_run_alone():
     assert place_here() == ""
     seen = []

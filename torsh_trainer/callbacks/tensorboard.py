@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import Logger, Row, Sink, require
@@ -34,11 +34,22 @@ class TensorBoard(Logger):
         if info.run_dir is None:
             return Sink()
         begins_at = info.first_step + 1 if info.trains and info.first_step else None
+        _records()  # now, and not within the step that reports first
         return _Unopened(info.run_dir / self.dir, begins_at)
 
 
+def _records() -> tuple[Any, Any, Any, Any]:
+    """What of tensorboard is needed: ``Event, SessionLog, Summary, RecordWriter``."""
+    # Imported late: only a run that logs pays for it.
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    return Event, SessionLog, Summary, RecordWriter
+
+
 class _Unopened(Sink):
-    """Opens the file at the first row, so that importing tensorboard delays no first step."""
+    """Opens the file at the first row: a run that reports nothing leaves none."""
 
     def __init__(self, folder: Path, begins_at: int | None) -> None:
         self._folder = folder
@@ -64,21 +75,17 @@ class _EventFile(Sink):
     """
 
     def __init__(self, folder: Path, begins_at: int | None) -> None:
-        # Imported late: only a run that logs pays for it.
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        self._event, self._summary = Event, Summary
+        event, session_log, summary, record_writer = _records()
+        self._event, self._summary = event, summary
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._path = folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._records = RecordWriter(self._path.open("ab"))
-            self._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._records = record_writer(self._path.open("ab"))
+            self._put(event(wall_time=time.time(), file_version="brain.Event:2"))
             if begins_at is not None:
-                start = SessionLog(status=SessionLog.START)
-                self._put(Event(wall_time=time.time(), step=begins_at, session_log=start))
+                start = session_log(status=session_log.START)
+                self._put(event(wall_time=time.time(), step=begins_at, session_log=start))
         except OSError as error:
             raise disk_error(error, "write", self._path) from error
 

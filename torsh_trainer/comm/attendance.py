@@ -13,6 +13,7 @@ import logging
 import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +28,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torsh_trainer.comm.failures import CommunicationError
 from torsh_trainer.comm.symptoms import is_communication
 from torsh_trainer.errors import TorshError
+from torsh_trainer.user_code import place_here, place_of
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ _ANSWER_S = 5.0
 """How long the store may take to answer; one whose process has stopped never does."""
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # gloo and NCCL have either form
 _POLL_S = 0.05
+_MOST_PLACES = 4
 
 _failures: collections.Counter[str] = collections.Counter()
 
@@ -49,25 +52,36 @@ def explained(
 ) -> CommunicationError:
     """The error for a collective that failed, with the ranks that did not take part.
 
-    Every rank whose collective fails leaves a note; who leaves none within a few seconds is
-    missing: it never came to this call, or its process has ended. Where the store is out of reach
-    nobody is named. ``longer`` names the knob that gives more time.
+    Every rank whose collective fails leaves a note of where it waited; who leaves none for this
+    group within a few seconds is missing: it never came to this call, or its process has ended.
+    Where the store is out of reach nobody is named. ``longer`` names the knob that gives more time.
     """
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     late = _TIMED_OUT.search(first) is not None
     fix = "what it was given does not suit it; debug=true shows the traceback"
     if late or is_communication(error):  # else nobody has been asked for anything yet
         try:
-            missing = absent(process_group, grace_s=GRACE_S if late else _BROKEN_S)
+            missing, waited = absent(
+                process_group,
+                grace_s=GRACE_S if late else _BROKEN_S,
+                waits=_waits(operation, error),
+            )
         except (DistNetworkError, DistStoreError):
             first += f"; the process that holds the job's store ({_keeper()}) cannot be reached"
             fix = "see whether it has ended, and its log: only there is known who did not take part"
         else:
             if missing:
                 did = "did not take part" if late else "gave no sign afterwards"
-                return missed(process_group, operation, missing, f"{did} ({first})", longer=longer)
+                return missed(
+                    process_group,
+                    operation,
+                    missing,
+                    f"{did} ({first})",
+                    longer=longer,
+                    where=_where_words(waited),
+                )
             fix = (
-                "another process did something else, or gave up waiting: "
+                f"another process did something else, or gave up waiting: {_where_words(waited)}; "
                 "TORCH_DISTRIBUTED_DEBUG=DETAIL compares calls before they are made"
             )
     size = dist.get_world_size(process_group)
@@ -82,25 +96,37 @@ def explained(
 
 
 def missed(
-    process_group: Any, operation: str, members: Sequence[int], did: str, *, longer: str
+    process_group: Any,
+    operation: str,
+    members: Sequence[int],
+    did: str,
+    *,
+    longer: str,
+    where: str = "",
 ) -> CommunicationError:
-    """The error for an operation that ``members`` (by their numbers in the group) did not join."""
+    """The error for an operation that ``members`` (by their numbers in the group) did not join.
+
+    ``where`` says what is known of where ranks wait.
+    """
     everyone = dist.get_process_group_ranks(process_group)
     ranks = [everyone[member] for member in members]
     return CommunicationError(
         f"{operation} failed on rank {dist.get_rank()} ({_backend(process_group)}): "
         f"{ranks_words(ranks)} of {len(everyone)} {did}",
-        fix=f"see what they do instead, or whether they ended; {longer} waits longer",
+        fix=f"{where and f'{where}; '}see what they do instead, or whether they ended; "
+        f"{longer} waits longer",
         rank=dist.get_rank(),
         operation=operation,
         missing=ranks,
     )
 
 
-def absent(process_group: Any, *, grace_s: float) -> list[int]:
-    """The members that say nothing of a failure; this process says that it has met one.
+def absent(process_group: Any, *, grace_s: float, waits: str) -> tuple[list[int], dict[int, str]]:
+    """The members that say nothing of a failure here; and by rank, where those waited who say so.
 
-    Takes up to ``grace_s`` where all is well with the store. Empty where torch has none to ask.
+    This process says that it has met one, and ``waits``: where. A rank that failed in another group
+    is missing in this one, and its place is known all the same. Takes up to ``grace_s`` where all
+    is well with the store. Nobody is named where torch has none to ask.
 
     Raises:
         DistNetworkError: the connection to the store broke.
@@ -111,15 +137,34 @@ def absent(process_group: Any, *, grace_s: float) -> list[int]:
     _failures[name] += 1
     keys = [f"failed/{turn}/{member}" for member in range(dist.get_world_size(process_group))]
     mine = keys[dist.get_rank(process_group)]
-    store = connected(name)
-    if store is None:
-        return []
+    store, everybodys = connected(name), connected("waits")
+    if store is None or everybodys is None:
+        return [], {}
+    ranks = dist.get_process_group_ranks(process_group)
 
-    def noted() -> list[int]:
+    def noted() -> tuple[list[int], dict[int, str]]:
+        everybodys.set(str(dist.get_rank()), waits)
         store.set(mine, "")
-        return _silent(store, keys, grace_s)
+        silent = _silent(store, keys, grace_s)
+        said = [rank for rank in ranks if everybodys.check([str(rank)])]
+        return silent, {rank: everybodys.get(str(rank)).decode() for rank in said}
 
     return _answered(noted, within_s=grace_s + _ANSWER_S)
+
+
+def _waits(operation: str, error: Exception) -> str:
+    """Where this process waited: the call, and the user's line or that it was the run's own."""
+    place = place_of(error) or place_here()
+    return f"{operation} at {place}" if place else f"{operation} of the run itself"
+
+
+def _where_words(waited: dict[int, str]) -> str:
+    """``rank 0 waited in barrier at task.py:7; ranks 1, 2 waited in ...``."""
+    by_words: dict[str, list[int]] = {}
+    for rank, words in sorted(waited.items()):
+        by_words.setdefault(words, []).append(rank)
+    told = [f"{ranks_words(ranks)} waited in {words}" for words, ranks in by_words.items()]
+    return "; ".join(told[:_MOST_PLACES])
 
 
 def _keeper() -> str:
@@ -198,7 +243,14 @@ def named(process_group: Any, *, longer: str) -> Iterator[None]:
     except RuntimeError as error:
         if process_group is None or not dist.is_initialized() or not is_communication(error):
             raise
-        raise explained(process_group, "a collective", error, longer=longer) from error
+        raise explained(process_group, _called(error), error, longer=longer) from error
+
+
+def _called(error: Exception) -> str:
+    """The function of torch.distributed that raised ``error``; a collective of C++ has no name."""
+    frames = traceback.extract_tb(error.__traceback__)
+    names = (f.name for f in frames if f.filename == dist.distributed_c10d.__file__)
+    return next(names, "a collective")
 
 
 def _backend(process_group: Any) -> str:

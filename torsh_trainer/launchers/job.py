@@ -28,6 +28,7 @@ from torsh_trainer.launchers.messages import Inbox
 from torsh_trainer.launchers.oom import OomKills
 from torsh_trainer.launchers.sending import pickled_call
 from torsh_trainer.signals import signal_name
+from torsh_trainer.user_code import place_in
 from torsh_trainer.world import World
 
 log = logging.getLogger(__name__)
@@ -172,7 +173,9 @@ class _Worker:
         output = "its last output is above" if self.speaks else f"its last output is in {self.log}"
         fix = "; ".join(filter(None, [hint.get(code, str)(), output]))
         if code < 0:
-            sentence = f"rank {self.rank} was killed by {_exit_words(code)}"
+            place = place_in(self.last_words())
+            at = f" at {place}" if place else ""
+            sentence = f"rank {self.rank} was killed by {_exit_words(code)}{at}"
         else:
             sentence = f"rank {self.rank} ended before it was done, with {_exit_words(code)}"
         return Failure(
@@ -319,12 +322,36 @@ class _Job:
             if time.monotonic() > began_s + patience_s or self._signals.impatient:
                 break
             self._listen()
+        where = self._whereabouts() if root_cause(self._failures()).collateral else []
         self._end()
         failures = self._failures()
         for failure in failures:
             self._note(failure)
         cause = root_cause(failures)
-        return self._interrupted(failures) if cause.interrupted else self._worker_error(cause)
+        if cause.interrupted:
+            return self._interrupted(failures)
+        return self._worker_error(cause, where=where)
+
+    def _whereabouts(self) -> list[str]:
+        """What the workers do that a failed one may have waited for, as far as is known."""
+        silent = [w for w in self._workers if w.ready and not w.ended and w.failure is None]
+        for worker in silent:
+            worker.signal(signal.SIGUSR2)  # faulthandler writes down where it is
+        stacks = self._settled([w for w in silent if w.answer is None])
+        places = {rank: place_in(stack) for rank, stack in stacks.items()}
+        ended = [f"rank {w.rank} has finished" for w in self._workers if w.answer is not None]
+        return ended + [f"rank {rank} was at {place}" for rank, place in places.items() if place]
+
+    def _settled(self, workers: Sequence[_Worker]) -> dict[int, str]:
+        """By rank, the stacks that were asked for, once they grow no more, or after SETTLE_S."""
+        deadline_s = time.monotonic() + SETTLE_S
+        stacks = {w.rank: "" for w in workers}
+        while not all(w.ended for w in workers) and time.monotonic() < deadline_s:
+            self._until_ended(time.monotonic() + POLL_S)
+            before, stacks = stacks, {w.rank: w.last_words() for w in workers}
+            if all(stacks.values()) and stacks == before:
+                break
+        return stacks
 
     def _end(self) -> None:
         """SIGTERM, a moment, and SIGKILL for whole sessions; ends by these are no failures."""
@@ -386,12 +413,12 @@ class _Job:
             )
         return Interrupted(f"stopped by {name}", **facts)
 
-    def _worker_error(self, cause: Failure) -> WorkerError:
+    def _worker_error(self, cause: Failure, *, where: Sequence[str]) -> WorkerError:
         self._logs.keep = True
         worker = next(w for w in self._workers if w.rank == cause.rank)
         error = WorkerError(
             cause.sentence,
-            fix=cause.fix if cause.worded else self._where(cause),
+            fix="; ".join([*where, cause.fix if cause.worded else self._where(cause)]),
             rank=cause.rank,
             traceback=cause.traceback,
             log=str(worker.log),

@@ -165,14 +165,14 @@ def _sum_of_ranks(world: World) -> float:
     from torsh_trainer.comm import create
     from torsh_trainer.comm.base import CommOptions
 
-    options = CommOptions(timeout_s=60.0, startup_timeout_s=60.0)
+    options = CommOptions(timeout_s=240.0, startup_timeout_s=240.0)
     comm = create(world, options, torch.device("cpu"), process_group=world.is_distributed)
     total = comm.reduce_values([world.rank + 1.0])[0]
     comm.close()
     return total
 
 
-def _wait_for(folder: Path, pattern: str, count: int, *, patience_s: float = 60.0) -> None:
+def _wait_for(folder: Path, pattern: str, count: int, *, patience_s: float = 240.0) -> None:
     end = time.monotonic() + patience_s
     while len(list(folder.glob(pattern))) < count:
         assert time.monotonic() < end, f"{folder} holds no {count} files {pattern}"

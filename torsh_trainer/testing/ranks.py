@@ -46,7 +46,7 @@ PRELOADED = (
 )
 """What the warm process imports, once for all ranks; none of it starts a thread."""
 
-OPTIONS = CommOptions(timeout_s=60.0, startup_timeout_s=60.0)
+OPTIONS = CommOptions(timeout_s=240.0, startup_timeout_s=240.0)
 _GRACE_S = 2.0
 """How long the other ranks have to report, once one has failed."""
 
@@ -81,7 +81,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._output = tempfile.TemporaryDirectory(prefix="ranks-")
 
-    def run(self, case: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, case: Callable[..., Any], *args: Any, timeout_s: float = 480.0) -> list[Any]:
         """``case(comm, *args)`` on every rank; the answers by rank.
 
         ``case``, ``args`` and the answers must pickle (cloudpickle: closures do).

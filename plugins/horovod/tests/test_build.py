@@ -32,7 +32,7 @@ def run(tmp_path: Path) -> Run:
         env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **variables}
         command = [sys.executable, "-m", "torsh_trainer_horovod.build", *words]
         return subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=400
         )
 
     return typed

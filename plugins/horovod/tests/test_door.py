@@ -31,7 +31,7 @@ def typed(line: list[str], folder: Path, **variables: str) -> subprocess.Complet
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=480,
     )
 
 

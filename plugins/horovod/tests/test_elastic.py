@@ -59,7 +59,7 @@ class Hosts(Callback):
         if report.step in self.changes and self.place[0] == 0:
             Path("hosts.new").write_text(self.changes[report.step])
             os.replace("hosts.new", "hosts.txt")
-            end_s = time.monotonic() + 120
+            end_s = time.monotonic() + 480
             while all(one._host_messages.empty() for one in notification_manager._listeners):
                 assert time.monotonic() < end_s, "Horovod has told nothing"
                 time.sleep(0.01)
@@ -92,7 +92,7 @@ def typed(folder: Path, *words: str) -> str:
             said, _ = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
             process.terminate()  # horovodrun then ends what it has started
-            said, _ = process.communicate(timeout=60)
+            said, _ = process.communicate(timeout=240)
             pytest.fail(f"not over after {LIMIT_S} s: {said}")
     assert process.returncode == 0, said
     return said

@@ -55,7 +55,7 @@ def test_a_process_that_is_stopped_ends_the_job_on_both_sides(tmp_path):
     assert limit == 2
     variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "2"}
     with RankPool(2) as ranks:
-        theirs, _ = ranks.run(under_horovod, variables, timeout_s=200.0)
+        theirs, _ = ranks.run(under_horovod, variables, timeout_s=800.0)
     with RankPool(2, options=CommOptions(timeout_s=limit, startup_timeout_s=60.0)) as ranks:
         mine, _ = ranks.run(natively)
     assert "Horovod has been shut down" in theirs

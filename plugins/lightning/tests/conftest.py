@@ -72,7 +72,7 @@ def door(on_ranks) -> Callable[..., tuple[int, str]]:
 
     def run(args: Sequence[str], folder: Path, *, processes: int = 1) -> tuple[int, str]:
         # A sweep starts processes of its own, beside other tests.
-        answers = on_ranks(typed, folder, list(args), processes, timeout_s=280)
+        answers = on_ranks(typed, folder, list(args), processes, timeout_s=1120)
         return max(code for code, _ in answers), "".join(said for _, said in answers)
 
     return run

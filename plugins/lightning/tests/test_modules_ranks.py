@@ -72,7 +72,7 @@ def run(on_ranks, tmp_path_factory) -> Callable[..., Said]:
 
     def under(loop: str, names: list[str], options: dict[str, Any]) -> Said:
         folder = tmp_path_factory.mktemp(loop)
-        return on_ranks(recorded, folder, names, loop, options, timeout_s=200)
+        return on_ranks(recorded, folder, names, loop, options, timeout_s=800)
 
     return under
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.timeout(500)  # the first test waits for all commands of the page
+pytestmark = pytest.mark.timeout(2000)  # the first test waits for all commands of the page
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrate" / "lightning.md"
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)

@@ -37,7 +37,7 @@ def typed(command: list[str], folder: Path, how: str) -> dict[str, torch.Tensor]
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     said = ended.stdout.splitlines()

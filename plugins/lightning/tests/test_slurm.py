@@ -114,7 +114,7 @@ def slurm() -> Iterator[dict[str, str]]:
 
 def wait_for(there: Callable[[], bool], home: Path) -> None:
     """Returns once it is there; what the daemons have said, where it does not come."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not there():
         if time.monotonic() > deadline:
             pytest.fail("\n".join(file.read_text() for file in home.glob("*.out")))
@@ -138,7 +138,7 @@ def srun(slurm, tmp_path) -> Callable[..., str]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=200,
+            timeout=800,
         )
         assert ended.returncode == 0, ended.stdout[-3000:]
         return ended.stdout

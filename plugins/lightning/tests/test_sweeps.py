@@ -105,7 +105,7 @@ def test_every_job_of_a_sweep_has_its_own_processes_folder_and_result(tmp_path, 
         env={**os.environ, "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1"},
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=1000,
     )
     assert ended.returncode == 1
     assert "fails on purpose" in ended.stderr

@@ -253,10 +253,10 @@ class TestDeath:
             "print(seats._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
         )
         answer = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False
         )
         mpirun = Path("/proc", answer.stdout.strip())
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + 80
         while mpirun.exists() and time.monotonic() < end_s:
             time.sleep(0.05)
         assert answer.returncode == -signal.SIGKILL
@@ -273,7 +273,7 @@ class TestSetUp:
             env=env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert answer.returncode != 0
@@ -290,7 +290,7 @@ class TestSetUp:
             env={"PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert f"ResourceError: there is no mpirun beside {python} or on the PATH" in answer.stderr
@@ -371,7 +371,7 @@ finally:
             env={**os.environ, **(env or {})},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=400,
             check=False,
         )
 
@@ -397,7 +397,7 @@ finally:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=800,
             check=False,
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -421,7 +421,7 @@ def train(folder, *words, **variables):
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
 
@@ -469,7 +469,7 @@ class TestDoor:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=400,
             check=False,
         )
         (line,) = [text for text in answer.stdout.splitlines() if "  launcher " in text]

@@ -384,7 +384,7 @@ class TestOrder:
                 dist.send(torch.ones(1), dst=1)
                 seen = threading.Event()
                 work.get_future().then(lambda _: seen.set())
-                finished = seen.wait(60)  # nobody called wait(): it moved by itself
+                finished = seen.wait(240)  # nobody called wait(): it moved by itself
                 return free, finished, tensor.unique().tolist(), work.wait()
             dist.recv(torch.ones(1), src=0)
             dist.all_reduce(tensor)
