@@ -8,7 +8,7 @@ PLUGINS := plugins/deepspeed plugins/horovod plugins/lightning plugins/mpi
 COMMA := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs docs-serve guarantees keys bench wheel clean
+.PHONY: help demo test test-all lint docs docs-serve guarantees keys bench picture wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +43,9 @@ docs-serve: $(VENV)/.installed-dev  ## show the docs while you write them
 
 bench: $(VENV)/.installed-bench  ## measure beside the peers and write a table
 	$(PY) -m benchmarks
+
+picture: $(VENV)/.installed-bench  ## train digits under every engine and draw the README's picture
+	$(PY) -m benchmarks.picture
 
 wheel: $(VENV)/.installed-dev  ## build the wheel and the source archive into dist/
 	$(PY) -m build --no-isolation

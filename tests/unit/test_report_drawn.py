@@ -98,6 +98,9 @@ def test_a_caption_of_many_runs_names_the_first_few():
     curves = [curve(run, LOSSES) for run in range(12)]
     told = caption(curves, coincident(curves, "step"), [f"job{i}" for i in range(12)])
     assert told.startswith("12 runs coincide: job0, job1, job2, job3, job4, job5 and 6 more ")
+    assert caption(curves, [list(range(7))], "abcdefghijkl").startswith(
+        "7 runs coincide: a, b, c, d, e, f, g (within"
+    )
 
 
 @pytest.mark.parametrize("turns", [2, 3, 12])
@@ -397,4 +400,6 @@ def test_the_page_of_a_translation_has_the_colours_of_a_report_in_both_schemes()
 def test_a_narrow_screen_and_paper_have_rules_of_their_own():
     style = draw(make_run("a", LOSSES)).split("</style>")[0]
     assert "@media (max-width: 640px)" in style
-    assert "print-color-adjust: exact" in style.split("@media print")[1]
+    on_paper = style.split("@media print")[1]
+    assert "print-color-adjust: exact" in on_paper
+    assert ".scroll { overflow: visible; }" in on_paper  # paper would cut columns off

@@ -11,7 +11,7 @@ from torsh_trainer.report.runs import Point
 TOLERANCE = 1e-4
 """How far apart, relative to the larger, two values may be that count as one."""
 
-_NAMES = 6  # so many runs are named in a caption
+_NAMES = 6  # about so many runs are named in a caption
 _SOLID_PX, _DASH_PX, _PITCH_PX = 14.0, 6.0, 10.0
 _LONGEST_PERIOD_PX = 120.0
 _DOT_PX, _RING_PX, _RINGS_PX = 2.6, 2.2, 4.4
@@ -93,8 +93,9 @@ def caption(curves: Sequence[Curve], groups: Sequence[Sequence[int]], names: Seq
     told = []
     for runs, of in found.items():
         where = "" if of == splits else f" in {' and '.join(sorted(of))}"
-        more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
-        listed = ", ".join(names[run] for run in runs[:_NAMES])
+        shown = len(runs) if len(runs) <= _NAMES + 1 else _NAMES  # never "and 1 more"
+        more = f" and {len(runs) - shown} more" if shown < len(runs) else ""
+        listed = ", ".join(names[run] for run in runs[:shown])
         told.append(f"{len(runs)} runs coincide{where}: {listed}{more}")
     reach = ", as far as each goes" if early else " at every point"
     return f"{'; '.join(told)} (within {100 * TOLERANCE:g}%{reach})"
