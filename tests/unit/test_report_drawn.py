@@ -190,6 +190,19 @@ def test_a_run_that_names_no_strategy_shows_a_dash():
     assert [c.text for c in cells([make_run("a", LOSSES, strategy=None)], "strategy")] == [ABSENT]
 
 
+def test_whatever_type_a_file_gives_a_value_the_page_is_drawn():
+    odd = {"trainer.objective": ["a"], "trainer.objective_mode": {}, "strategy._target_": 7}
+    runs = [
+        make_run(name, LOSSES, config=odd, strategy=strategy)
+        for name, strategy in (("a", 3), ("b", None))
+    ]
+    runs.append(make_run("c", LOSSES, config=odd, error={"message": [1], "fix": 2}))
+    assert [cell.text for cell in cells(runs, "strategy")] == ["3", ABSENT, ABSENT]
+    page = draw(*runs)
+    assert "failed: [1]; 2" in page
+    assert "Equal in <b>train loss</b>" in page
+
+
 def test_that_a_run_failed_and_why_and_what_helps_is_one_line_for_all_that_it_befell():
     error = {"type": "E", "message": "no\nmemory", "fix": "use fsdp"}
     runs = [make_run(name, LOSSES, error=error) for name in ("a", "b")]

@@ -48,13 +48,15 @@ def ranking(runs: Sequence[Run]) -> Ranking | None:
     shown alike are equal. None where fewer than two runs can be compared.
     """
     done = [run for run in runs if run.state == "done"]
-    asked = {
+    asked = [
         (run.config.get("trainer.objective"), run.config.get("trainer.objective_mode"))
         for run in done
-    }
+    ]
+    if len(done) < 2:
+        return None
     (objective, mode), reason = (None, None), "runs differ in trainer.objective"
-    if len(asked) == 1:
-        objective, mode = asked.pop()
+    if all(one == asked[0] for one in asked):
+        objective, mode = asked[0]
         reason = "trainer.objective" if objective else "no trainer.objective"
     columns = [name for run in done for name in final_metrics(run)]
     column = next((c for c in _columns_of(objective) if c in columns), _TRAIN_LOSS)
@@ -72,7 +74,9 @@ def results(
     metrics = list(dict.fromkeys(name for run in runs for name in final_metrics(run)))
     columns: dict[str, list[Cell]] = {
         "state": [Cell(run.state) for run in runs],
-        "strategy": [Cell(run.result.get("strategy") or asked_for(run, options)) for run in runs],
+        "strategy": [
+            Cell(str(run.result.get("strategy") or asked_for(run, options))) for run in runs
+        ],
         "processes": _numbers([run.result.get("world_size") for run in runs]),
         "steps": _numbers([run.result.get("steps", _last_step(run)) for run in runs]),
         "reports": _numbers([len(run.rows) for run in runs]),
