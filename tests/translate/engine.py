@@ -86,13 +86,13 @@ def main() -> None:
     os.dup2(2, 1)  # the engine logs to stdout
     # Imported here: importing DeepSpeed chooses its accelerator.
     import torch.distributed
-    from torsh_trainer_deepspeed import library
+    from torsh_trainer_deepspeed import library, operators
 
     from torsh_trainer.comm.local import LocalCommunicator
 
     comm = LocalCommunicator(torch.device("cpu"))
     library.load(comm)
-    library.compiled(["deepspeed_shm_comm"], comm)  # in the cache of runs, and never locked there
+    operators.compiled(["deepspeed_shm_comm"], comm)  # in the cache of runs, and never locked there
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group(
             "gloo", init_method=Path(folder, "meet").as_uri(), rank=0, world_size=1
