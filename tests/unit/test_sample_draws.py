@@ -21,6 +21,19 @@ SIZE = 96
 NUMPY: Any = np.random.mtrand._rand
 TORCH = torch.default_generator
 
+
+def draw_hidden() -> float:
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(()).item()
+
+
+def draw_and_put_back() -> float:
+    state = random.getstate()
+    drawn = random.random()
+    random.setstate(state)
+    return drawn
+
+
 DRAWS: dict[str, Callable[[int], Any]] = {
     "nothing": lambda i: 0.0,
     "torch": lambda i: torch.rand(3).tolist(),
@@ -40,6 +53,8 @@ DRAWS: dict[str, Callable[[int], Any]] = {
     "in turns": lambda i: [torch.randn(1).item, random.random, NUMPY.randn, int][i // 4 % 4](),
     "as many words as there are": lambda i: random.getrandbits(32 * 624) if i > 40 else 0,
     "as many as NumPy has": lambda i: NUMPY.bytes(4 * 624) if i > 40 else 0,
+    "torch, hidden": lambda i: draw_hidden(),
+    "random, hidden": lambda i: draw_and_put_back(),
     "after a seed of its own": lambda i: (random.seed(i), random.random())[1],
 }
 

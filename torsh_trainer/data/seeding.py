@@ -8,12 +8,13 @@ again with that generator seeded too: what had been drawn depended on its neighb
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import sys
 from array import array
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +110,32 @@ def generators() -> tuple[Generator, ...]:
     return OfTorch(), OfPython(), OfNumPy()
 
 
+@contextlib.contextmanager
+def _asked_for_state() -> Iterator[set[int]]:
+    """Numbers of the ``generators`` whose state is asked for, as by ``torch.random.fork_rng``.
+
+    Who asks may put it back, and then nobody sees what was drawn in between.
+    """
+    asked: set[int] = set()
+
+    def tell(number: int, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        asked.add(number)
+        return own(*args, **kwargs)
+
+    places: list[tuple[Any, str, int]] = [
+        (torch, "get_rng_state", 0),
+        (torch.random, "get_rng_state", 0),
+        (random, "getstate", 1),
+        (np.random, "get_state", 2),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, name, number in places:
+            own = getattr(module, name)
+            stack.callback(setattr, module, name, own)
+            setattr(module, name, partial(tell, number, own))
+        yield asked
+
+
 class Seeded:
     """A map dataset whose random numbers for a sample come from (seed, epoch, sample id).
 
@@ -170,8 +197,11 @@ class Seeded:
             for generator in generators():
                 generator.seed(key)
             before = [generator.glance() for generator in generators()]
-            samples.append(self.dataset[index])
+            with _asked_for_state() as asked:
+                samples.append(self.dataset[index])
             self._notice(generators(), before)
+            hidden = [generators()[i] for i in sorted(asked)]
+            self._drawn_from += [one for one in hidden if one not in self._drawn_from]
         return samples
 
     def _notice(self, watched: Sequence[Generator], before: Sequence[Any]) -> bool:
