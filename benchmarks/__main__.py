@@ -17,6 +17,7 @@ from benchmarks import (
     checkpoints,
     collective_step,
     ddp_step,
+    door,
     engines,
     first_step,
     slow_link,
@@ -62,6 +63,7 @@ PARTS: dict[str, Part] = {
     "f": collective_step,
     "g": slow_link,
     "h": engines,
+    "i": door,
 }
 """By letter; (d) is measured with (c)."""
 
