@@ -44,6 +44,7 @@ from torsh_trainer.rundir import RunDir
 from torsh_trainer.schedule.base import Schedule
 from torsh_trainer.stopping import Limits
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, Mesh, Strategy
+from torsh_trainer.strategies.sync_batchnorm import count_normalised
 from torsh_trainer.task import Task, parameter_count
 from torsh_trainer.trust import Trust
 from torsh_trainer.weights import freeze, load_pretrained
@@ -538,6 +539,7 @@ class Rank:
             batch_size=batch.batch_size,
             micro_batch_size=batch.micro_batch_size,
             accumulate=batch.accumulate,
+            normalised=count_normalised(self.engine.model, batch.micro_batch_size, self.world.size),
             max_steps=trainer.max_steps,
             steps_per_epoch=self.steps_per_epoch,
             first_step=self.loop.position.step,

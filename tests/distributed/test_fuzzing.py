@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from torsh_trainer.testing.fuzzing.drawing import draw
-from torsh_trainer.testing.fuzzing.plain import train_plainly
+from torsh_trainer.testing.fuzzing.plain import Curve, train_plainly
 from torsh_trainer.testing.fuzzing.record import read_record, write_range
-from torsh_trainer.testing.fuzzing.trial import Fuzzer
+from torsh_trainer.testing.fuzzing.trial import Fuzzer, compare
 
 DRAWN = 40
 
@@ -71,3 +72,15 @@ def test_ranges_add_up_and_one_tried_again_replaces_its_own(tmp_path):
     assert (record.combinations, record.wrong) == (15, ["DIFFERS: a"])
     with pytest.raises(ValueError, match="figures from 10 on"):
         write_range(file, 12, 4, {"agrees": 4}, [])
+
+
+def test_only_steps_made_of_rounding_are_left_out_and_only_where_they_are_divided_by_it():
+    right = Curve(norms={1: 1.0}, parameters={"bias": torch.zeros(4)})
+    right.slopes["bias"] = torch.tensor([1e-9, 0.5, 0.0, 1e-9])
+    noise = Curve(norms={1: 1.0}, parameters={"bias": torch.tensor([0.1, 0.0, 0.0, -0.1])})
+    assert compare(noise, right, divides=True)[0] == 0.0
+    assert compare(noise, right)[0] == pytest.approx(1.0)
+    for place in (1, 2):  # a slope that says something, and one of nothing at all
+        wrong = Curve(norms={1: 1.0}, parameters={"bias": torch.zeros(4)})
+        wrong.parameters["bias"][place] = 0.1
+        assert compare(wrong, right, divides=True)[0] == pytest.approx(1.0)

@@ -14,7 +14,7 @@ from rich.console import Console as Terminal
 
 from torsh_trainer.callbacks.base import EvaluationReport, RunInfo, SaveReport, StepReport
 from torsh_trainer.callbacks.console import Console
-from torsh_trainer.callbacks.formatting import batch_arithmetic, duration, number, size
+from torsh_trainer.callbacks.formatting import banner, batch_arithmetic, duration, number, size
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.world import World
 
@@ -128,6 +128,12 @@ def test_a_line_holds_loss_learning_rate_speed_and_time_left():
         "step 50/200  epoch 3  loss 0.3312  lr 0.003  grad_norm 0.8121  4,812 samples/s"
     )
     assert re.search(r"  \d+:\d\d:\d\d left$", line)
+
+
+def test_the_banner_says_what_batch_normalisation_sees_where_that_is_not_the_batch():
+    seen = [dict(banner(run_info(normalised=n))).get("batch norm") for n in (0, 16, 64)]
+    assert seen == [None, "normalises 16 samples at a time, not all 64", None]
+    assert "batch norm" not in dict(banner(run_info(normalised=16, trains=False)))
 
 
 def test_the_banner_says_what_the_run_is_made_of():

@@ -24,7 +24,8 @@ class RunInfo:
     ``first_step`` is how many steps were done before this run (0 unless it resumes).
     ``total_steps`` is the step at which the run will end, however it is bounded (None: unknown),
     and ``max_time_s`` the time that it may take: what a progress bar counts towards. ``trains``
-    False only evaluates or predicts.
+    False only evaluates or predicts. ``normalised`` is how many samples a BatchNorm of the model
+    normalises together, 0 without one.
     """
 
     run_dir: Path | None
@@ -51,6 +52,7 @@ class RunInfo:
     total_steps: int | None = None
     max_time_s: float | None = None
     trains: bool = True
+    normalised: int = 0
 
 
 class StepReport:

@@ -77,6 +77,9 @@ def banner(info: RunInfo) -> list[tuple[str, str]]:
         ("length", _length(info)),
         ("model", _parameters(info)),
     ]
+    if info.trains and 0 < info.normalised < info.batch_size:
+        told = f"normalises {info.normalised} samples at a time, not all {info.batch_size}"
+        lines.insert(4, ("batch norm", told))
     if info.first_step:
         lines.append(("resumed", f"after step {info.first_step:,}"))
     if info.run_dir is not None:

@@ -25,6 +25,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.reducer import share
 from torsh_trainer.data.batch import MicroBatch, Place
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.strategies.sync_batchnorm import SyncBatchNorm
 
 log = logging.getLogger(__name__)
 
@@ -150,10 +151,12 @@ class Buffers:
         self._alone = comm.world.size == 1
         self._shares = shares
         self._slots = list(slots_of(model))
+        self._synchronised = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
         self._averages = [*_declared(averages or {}, self._slots), *_batch_norms(model)]
         taken = {id(s.tensor) for a in self._averages for s in a.all_slots}
-        taken |= {id(tensor) for tensor in _synchronised(model)}
-        self._others = [slot for slot in self._slots if id(slot.tensor) not in taken]
+        alike = {id(tensor) for tensor in _changed_alike(model)}
+        self._kept = [slot for slot in self._slots if id(slot.tensor) not in alike]
+        self._others = [slot for slot in self._kept if id(slot.tensor) not in taken]
         self._changing: list[Slot] = []
         self._found: set[str] = set()
         self._look_due, self._looking = bool(self._others), False
@@ -261,9 +264,12 @@ class Buffers:
     def before(self, micro: MicroBatch) -> dict[Slot, Tensor] | None:
         """Before a micro-batch: what ``after`` compares with, or puts back after a filler."""
         place = micro.place
-        if place is not None and place.is_filler:
+        is_filler = place is not None and place.is_filler
+        for norm in self._synchronised:
+            norm.counts = not is_filler
+        if place is not None and is_filler:
             self._in_step = place.of
-            return copy_of(self._slots)
+            return copy_of(self._kept)
         if self._alone:
             return None
         if place is not None:
@@ -280,6 +286,8 @@ class Buffers:
         """After the backward of a micro-batch; ``held`` is what ``before`` gave."""
         place = None if micro is None else micro.place
         if held is not None and place is not None and place.is_filler:
+            for norm in self._synchronised:
+                norm.counts = True
             for slot, tensor in held.items():  # by .data: a backward may have kept the tensor
                 current = slot.tensor
                 assert current is not None, "a forward has taken a buffer away"
@@ -416,10 +424,10 @@ def _batch_norms(model: nn.Module) -> Iterator[RunningAverage]:
             yield RunningAverage(slots, module=module, count=count)
 
 
-def _synchronised(model: nn.Module) -> Iterator[Tensor]:
+def _changed_alike(model: nn.Module) -> Iterator[Tensor]:
     """Buffers that every rank changes alike."""
     for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
             yield from module.buffers(recurse=False)
 
 

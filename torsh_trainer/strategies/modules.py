@@ -21,23 +21,18 @@ from torsh_trainer.precision import DTypeName
 from torsh_trainer.randomness import Randomness
 from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.strategies.recompute import recompute_in_backward
+from torsh_trainer.strategies.sync_batchnorm import synchronise
 
 
 def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -> nn.Module:
     """The job's model on ``device`` (default: the communicator's), in training mode.
 
     Raises:
-        Unsupported: SyncBatchNorm, which torch has for CUDA alone, on another device.
         MismatchError: another process has built another model.
     """
     model = job.build_model()
     if job.sync_batchnorm and comm.world.is_distributed:
-        if comm.device.type != "cuda":
-            raise Unsupported(
-                f"trainer.sync_batchnorm=true needs CUDA devices, and this is {comm.device.type}",
-                fix="set trainer.sync_batchnorm=false: each process then normalises its own batch",
-            )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        synchronise(model, comm)
     if job.precision.rounded_start:
         _round(model, job.precision.params)
     if job.precision.rounded_products:

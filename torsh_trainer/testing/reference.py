@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +28,7 @@ _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Scenario:
     """What is trained, on what, and how; engine and reference both read it.
 
-    ``schedule`` are factors on every learning rate, one a step; empty leaves them alone. The
-    reference has no ``sync_batchnorm``.
+    ``schedule`` are factors on every learning rate, one a step; empty leaves them alone.
     """
 
     model: TinyModelOptions = TinyModelOptions()
@@ -130,7 +129,11 @@ class _Plain:
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr * factor
         total = total_weight(ranks)
-        losses = [[self._traceless(micro, total) for micro in mine] for mine in ranks]
+        if self.scenario.sync_batchnorm:
+            columns = [self._together(column, total) for column in zip(*ranks, strict=True)]
+            losses = [list(mine) for mine in zip(*columns, strict=True)]
+        else:
+            losses = [[self._traceless(micro, total) for micro in mine] for mine in ranks]
         norm, skipped = self._update()
         outcome.losses.append(losses)
         outcome.norms.append(norm)
@@ -144,6 +147,28 @@ class _Plain:
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(kept[name])
         return loss
+
+    def _together(self, micros: Sequence[MicroBatch], total: float) -> list[float | None]:
+        """One forward for what all ranks run at a time, without fillers; the loss of each."""
+        real = [m for m in micros if m.place is None or not m.place.is_filler]
+        if not real:
+            return [None for _ in micros]
+        batches = [self._placed(micro.batch) for micro in real]
+        tokens = torch.cat([batch["tokens"] for batch in batches])
+        with self._autocast():
+            outputs = self.model(tokens).split([len(batch["tokens"]) for batch in batches])
+            losses = [self.task.loss(*pair) for pair in zip(outputs, batches, strict=True)]
+        parts = [
+            loss * (micro.weight / total)
+            for loss, micro in zip(losses, real, strict=True)
+            if micro.weight
+        ]
+        if parts:
+            self.scaler.scale(torch.stack(parts).sum() * self.gradient_scale).backward()
+        found = {
+            id(m): float(one.detach()) for m, one in zip(real, losses, strict=True) if m.weight
+        }
+        return [found.get(id(micro)) for micro in micros]
 
     def _micro_batch(self, micro: MicroBatch, total: float) -> float | None:
         if micro.rng_key is not None:

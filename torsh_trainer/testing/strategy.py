@@ -218,12 +218,11 @@ class StrategyContract:
             scenario = Scenario(model=TinyModelOptions(batch_norm=True), data=data)
             self._equals(scenario, world_size, needs="buffers")
 
-    def test_synchronized_batch_norm_is_not_ignored_on_a_cpu(self, world_size: int) -> None:
-        if self.device != "cpu" or world_size == 1:
-            return  # torch has it for CUDA devices
-        scenario = Scenario(model=TinyModelOptions(batch_norm=True), sync_batchnorm=True)
-        for words in self._on_ranks(cases.refusal, scenario, world_size, cases.train):
-            assert "sync_batchnorm" in words, "no Unsupported was raised"
+    def test_synchronized_batch_norm_equals_one_norm_of_all_samples(self, world_size: int) -> None:
+        model = TinyModelOptions(batch_norm=True)
+        for data in (TinyData(), TinyData(accumulate=2, ragged=True)):
+            scenario = Scenario(model=model, data=data, sync_batchnorm=True)
+            self._equals(scenario, world_size, needs="buffers")
 
     def test_evaluation_counts_each_batch_once_and_leaves_training_alone(
         self, world_size: int

@@ -230,6 +230,48 @@ def test_without_clipping_the_result_is_another(on_ranks, lightnings, tmp_path):
         same(lightnings, ours)
 
 
+def fit_in_order(module: Net, folder: Path, batch_size: int, rank: int = 0, **flags: Any) -> None:
+    """On every ``devices``-th sample, from this rank's on."""
+    x, y = loader().dataset.tensors
+    mine = slice(rank, None, flags.get("devices", 1))
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+        limit_val_batches=0,
+        **flags,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x[mine], y[mine]), batch_size=batch_size))
+
+
+def fit_synchronised(world, port, folder, engine) -> tuple[list[float], dict[str, Any], str]:
+    """Losses, weights, and the class of the norm afterwards."""
+    as_torchrun(world, port, folder)
+    with Leaves():
+        module = net("SGD")
+        flags = {"devices": world.size, "sync_batchnorm": True}
+        strategy = TorshStrategy(engine[0], **engine[1])
+        fit_in_order(module, folder, 4, world.rank, strategy=strategy, **flags)
+        return module.losses, module.state_dict(), type(module.body[1]).__name__
+
+
+@pytest.mark.parametrize("name", ["gloo", "ddp, after backward", "fsdp", "horovod"])
+def test_batch_normalisation_over_all_processes_is_that_of_one(on_ranks, tmp_path, name):
+    alone = net("SGD")
+    fit_in_order(alone, tmp_path, 8)
+    ranks = on_ranks(fit_synchronised, tmp_path, ENGINES[name])
+    losses = [sum(pair) / 2 for pair in zip(*(rank[0] for rank in ranks), strict=True)]
+    assert losses == pytest.approx(alone.losses, rel=1e-4)
+    for _, weights, kind in ranks:
+        assert kind == "BatchNorm1d"
+        for key, value in alone.state_dict().items():
+            torch.testing.assert_close(weights[key], value, rtol=1e-4, atol=1e-5)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -476,7 +518,6 @@ def refused(world, port, folder, engine, module, flags) -> str:
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
             'gradient_clip_algorithm="value"',
         ),
-        ("gloo", Net(), {"sync_batchnorm": True}, "sync_batchnorm=True needs CUDA"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

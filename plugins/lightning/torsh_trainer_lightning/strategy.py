@@ -15,6 +15,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision as LightningPrecision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -27,6 +28,7 @@ from torsh_trainer.loss_scaling import LossScaler
 from torsh_trainer.precision import Precision
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job
+from torsh_trainer.strategies.sync_batchnorm import separate, synchronise
 from torsh_trainer.world import World
 from torsh_trainer_lightning import cut, whole
 from torsh_trainer_lightning.adapter import (
@@ -436,7 +438,7 @@ class TorshStrategy(Chosen, EngineStrategy):
         if self._engine is not None:
             self._go_on(self._engine, module, fits=fits)
             return
-        if fits and self._layer_sync is not None:
+        if fits:
             self._sync_batchnorm(module)
         self.precision_plugin.convert_module(module)
         if fits:
@@ -446,13 +448,10 @@ class TorshStrategy(Chosen, EngineStrategy):
             modules.share([*module.parameters(), *module.buffers()], self.comm)
 
     def _sync_batchnorm(self, module: pl.LightningModule) -> None:
-        assert self._layer_sync is not None
-        if self.root_device.type != "cuda":
-            raise Unsupported(
-                f"sync_batchnorm=True needs CUDA devices, and this is {self.root_device.type}",
-                fix="leave it out: each process then normalises its own batch",
-            )
-        self._layer_sync.apply(module)
+        if isinstance(self._layer_sync, TorchSyncBatchNorm):
+            synchronise(module, self.comm)
+        elif self._layer_sync is not None:
+            self._layer_sync.apply(module)
 
     def _train(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         task = ModuleTask(module)
@@ -470,6 +469,7 @@ class TorshStrategy(Chosen, EngineStrategy):
                 "another fit of a module that it has cut over the processes",
                 use="make the module anew, and load a checkpoint into it",
             )
+        self._sync_batchnorm(module)
         made = configured(module)
         engine.optimizers = made.by_name
         self.attach(engine, made)
@@ -523,6 +523,7 @@ class TorshStrategy(Chosen, EngineStrategy):
         """
         if self._engine is not None and not self._has_all():
             self._give_back(self._module)
+            separate(self._module)
             assert self.accelerator is not None
             self.precision_plugin.teardown()
             self.accelerator.teardown()
@@ -555,6 +556,8 @@ class TorshStrategy(Chosen, EngineStrategy):
         if engine is not None:
             engine.close()
             self.model = self.lightning_module
+            if self.model is not None:
+                separate(self.model)
 
 
 def vars_of(trainer: pl.Trainer) -> dict[str, Any]:

@@ -23,6 +23,19 @@ class Curve:
     norms: dict[int, float] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    slopes: dict[str, Tensor] = field(default_factory=dict)
+    """The largest gradient of each element so far, of the parameters that have had one."""
+
+    def is_rounding(self, name: str) -> Tensor | None:
+        """Elements whose gradients were never more than rounding of the whole gradient, nor zero.
+
+        An optimizer that divides by what it is given makes whole steps of them, which are noise.
+        The bias of an attention's keys is of that kind.
+        """
+        if name not in self.slopes:
+            return None
+        least = torch.finfo(torch.float32).eps * max(self.norms.values())
+        return (self.slopes[name] > 0) & (self.slopes[name] < least)
 
 
 def batches(drawn: Combination, task: DrawnTask) -> Iterator[list[int]]:
@@ -59,6 +72,10 @@ def train_plainly(drawn: Combination) -> Curve:
             (loss * share).backward()
             summed += float(loss.detach()) * share
         curve.losses[step] = summed
+        for name, parameter in named:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                slope = parameter.grad.abs()
+                curve.slopes[name] = slope.maximum(curve.slopes.get(name, slope))
         curve.norms[step] = clip(model, drawn)
         for optimizer in optimizers.values():
             optimizer.step()

@@ -167,8 +167,8 @@ fixed(
 @rule("script.sync-batchnorm", "Batch normalisation over the samples of all processes.")
 def _sync(job: Job, leaf: Leaf) -> Outcome:
     return approximate(
-        "torch's own, in place of every BatchNorm; it is for GPUs alone, as Horovod's is, and "
-        "nothing proves yet that the two are the same",
+        "in place of every BatchNorm, over the samples of all processes; Horovod's is for GPUs "
+        "alone, and nothing proves yet that the two are the same",
         trainer__sync_batchnorm=True,
     )
 
