@@ -17,6 +17,7 @@ from benchmarks import (
     checkpoints,
     collective_step,
     ddp_step,
+    door,
     engines,
     first_step,
     fsdp_units,
@@ -64,8 +65,9 @@ PARTS: dict[str, Part] = {
     "f": collective_step,
     "g": slow_link,
     "h": engines,
-    "u": fsdp_units,
     "i": reading,
+    "j": door,
+    "u": fsdp_units,
 }
 """By letter; (d) is measured with (c)."""
 

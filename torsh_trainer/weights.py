@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import pickle
 import re
@@ -252,6 +253,13 @@ def _file_in(folder: Path) -> Path:
     for name in _IN_FOLDER:
         if (folder / name).is_file():
             return folder / name
+    if any(folder.rglob(".metadata")):
+        raise ConfigError(
+            f"{folder} is a checkpoint of a run, not a file of weights",
+            fix=f"go on with it by checkpoint.resume={folder}, begin with its weights by "
+            f"trainer.pretrained={folder}, or take them out: checkpoint export {folder} "
+            "--format safetensors --output FILE",
+        )
     raise ConfigError(
         f"{folder}: the folder has none of {', '.join(_IN_FOLDER)}, and no checkpoint of a run",
         fix="name the file itself",
@@ -340,7 +348,7 @@ def read_torch(path: Path) -> Any:
     except UNREADABLE as error:
         raise _unreadable(path, error) from error
     except OSError as error:
-        if error.filename is not None:
+        if error.errno != errno.EINVAL:
             raise
         raise _unreadable(path, error) from error  # an offset in it leads to no place
     check_content(content, path)

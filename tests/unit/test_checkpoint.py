@@ -595,13 +595,15 @@ def test_a_path_without_a_checkpoint_is_a_configuration_error(tmp_path):
     (tmp_path / "notes.txt").write_text("7")
     save_steps(tmp_path / "runs" / "first" / "checkpoints", 1)
     for given, says in {
-        str(tmp_path / "7"): r"there is no checkpoint in .*7; give auto, never, or the path of",
-        str(tmp_path / "8" / "9"): "nothing is there; give auto, never, or the path of",
+        str(
+            tmp_path / "7"
+        ): r"there is no checkpoint in .*7; give auto, best, never, or the path of",
+        str(tmp_path / "8" / "9"): "nothing is there; give auto, best, never, or the path of",
         str(tmp_path / "notes.txt"): "that is a file, and a checkpoint is a folder; give auto",
         str(tmp_path / "runs"): r"in .*runs; name a run in it, such as .*runs/first",
         str(tmp_path / "runs" / "frist"): "nothing is there; did you mean 'first'",
         "Auto": r"checkpoint\.resume=Auto: nothing is there; did you mean 'auto'",
-        "": r"checkpoint\.resume=: nothing is there; give auto, never, or the path of",
+        "": r"checkpoint\.resume=: nothing is there; give auto, best, never, or the path of",
     }.items():
         with pytest.raises(ConfigError, match=says):
             find(given, tmp_path)
