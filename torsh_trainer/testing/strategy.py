@@ -56,6 +56,7 @@ CAPABILITIES = (
     "reduce_bf16",
     "several_optimizers",
     "skip_nonfinite",
+    "sync_batchnorm",
     "unused_parameters",
 )
 """What a strategy may refuse; all else is what a strategy is for."""
@@ -222,7 +223,7 @@ class StrategyContract:
         model = TinyModelOptions(batch_norm=True)
         for data in (TinyData(), TinyData(accumulate=2, ragged=True)):
             scenario = Scenario(model=model, data=data, sync_batchnorm=True)
-            self._equals(scenario, world_size, needs="buffers")
+            self._equals(scenario, world_size, needs="sync_batchnorm")
 
     def test_evaluation_counts_each_batch_once_and_leaves_training_alone(
         self, world_size: int
