@@ -16,8 +16,8 @@ CONTRACT = """
 from torsh_example.strategy import Example
 from torsh_trainer.testing import StrategyContract
 
-LEFT_OUT = ("bf16_mixed", "bf16_true", "fp16_mixed", "reduce_bf16", "ema", "skip_nonfinite", "sync_batchnorm",
-            "activation_checkpointing")
+LEFT_OUT = ("bf16_mixed", "bf16_true", "fp16_mixed", "reduce_bf16", "ema", "skip_nonfinite",
+            "sync_batchnorm", "activation_checkpointing")
 
 
 class TestExample(StrategyContract):
