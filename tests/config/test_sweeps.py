@@ -225,9 +225,9 @@ def test_jobs_side_by_side_save_before_an_interrupt_ends_them(background_door, h
     assert sorted(path.name for path in sweep.iterdir() if path.is_dir()) == ["0", "1"]
     for job in range(2):
         said = json.loads((sweep / f"{job}/result.json").read_text())
-        assert "stopped by signal 2" in json.dumps(said)
+        assert "stopped by Ctrl-C (SIGINT)" in json.dumps(said)
         assert list(sweep.glob(f"{job}/checkpoints/step-*"))
-        assert f"job {job}: stopped by signal 2" in err
+        assert f"job {job}: stopped by Ctrl-C (SIGINT)" in err
     assert not list(sweep.rglob("*.lock"))
     assert "error:" not in err
 

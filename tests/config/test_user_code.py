@@ -73,6 +73,12 @@ def test_mistakes_are_told_as_the_page_says(page, project, door, change):
     assert f"`{said}`" in page
 
 
+def test_a_recipe_in_a_folder_that_was_not_named_is_told(project, door):
+    answer = door("+recipe=waves")
+    assert answer.code == 2
+    assert "unknown recipe 'waves'; add --config-dir conf" in answer.err
+
+
 def test_a_place_that_a_recipe_has_filled_from_a_group_takes_another_option(tmp_path, door):
     files = {
         "conf/mine/sizes/small.yaml": "in_features: 4\n",

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torsh_trainer.signals import signal_name
+
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -108,7 +110,7 @@ def test_workers_save_and_finish_when_the_parent_is_asked_to_stop(number, code, 
     parent.process.send_signal(number)
     out, returncode = parent.end()
     assert returncode == code
-    assert f"Interrupted stopped by {number.name}" in out
+    assert f"Interrupted stopped by {signal_name(number)}" in out
     assert str({"signals": [int(number)]}) in out, "rank 0's answer is among the facts"
     assert (tmp_path / "saved-0").exists()
     assert (tmp_path / "saved-1").exists()
@@ -147,7 +149,7 @@ def test_workers_without_handlers_end_at_once_and_quietly(number, tmp_path):
     parent.process.send_signal(number)
     out, returncode = parent.end()
     assert returncode == 128 + number
-    assert out == f"Interrupted stopped by {number.name}\nNone\n"
+    assert out == f"Interrupted stopped by {signal_name(number)}\nNone\n"
     assert not any(map(alive, pids))
 
 

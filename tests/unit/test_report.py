@@ -461,6 +461,15 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
     assert [run.name for run in read_runs([tmp_path])] == ["x/seed0", "y/seed0"]
 
 
+def test_all_that_lies_in_a_sweeps_folder_may_be_named(tmp_path):
+    make_run(tmp_path / "0", steps=5)
+    for name in ("multirun.yaml", "sweep.csv"):
+        (tmp_path / name).write_text("")
+    assert [run.name for run in read_runs(sorted(tmp_path.iterdir()))] == ["0"]
+    with pytest.raises(ConfigError, match=r"sweep\.csv is a file, and a run is a folder"):
+        read_runs([tmp_path / "sweep.csv"])
+
+
 def test_a_run_that_does_not_exist_offers_the_nearest(tmp_path):
     make_run(tmp_path / "digits", steps=5)
     with pytest.raises(ConfigError, match="no such run directory") as caught:

@@ -165,10 +165,19 @@ class Overrides:
         name = name.removesuffix(".yaml")
         folder, _, stem = name.rpartition("/")
         if stem not in self._groups.get(f"{group}/{folder}".rstrip("/"), ()):
-            beside = (self.cwd / f"{name}.yaml").is_file()
-            fix = f"did you mean the file {name}.yaml?" if beside else self._offer(group, name)
+            fix = self._beside(group, name) or self._offer(group, name)
             raise ConfigError(f"unknown {group} {name!r}", fix=fix, group=group, name=name)
         return _quoted(name)
+
+    def _beside(self, group: str, name: str) -> str:
+        """What to type for an option that lies in the current directory; nothing if none does."""
+        if (self.cwd / f"{name}.yaml").is_file():
+            return f"did you mean the file {name}.yaml?"
+        own = [f"{group}/{name}.yaml"]
+        own += [f"recipes/{name}/recipe.yaml"] if group == "recipe" else []
+        if any((self.cwd / "conf" / path).is_file() for path in own):
+            return "add --config-dir conf: it lies in ./conf, which is not looked into by itself"
+        return ""
 
     def _file(self, group: str, name: str) -> Path | None:
         """The file that ``name`` is a path of; None when it is an option's name.

@@ -92,6 +92,10 @@ class Run:
         ]
 
 
+_BESIDE = ("multirun.yaml", "sweep.csv", "optimization_results.yaml")
+"""Files of a sweep, which lie beside its runs."""
+
+
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """The runs at ``paths``: run directories, or folders that hold some (a sweep's).
 
@@ -100,6 +104,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """
     folders: dict[Path, Path] = {}  # one place may be named twice, or by a link
     for path in paths:
+        if path.name in _BESIDE and path.is_file() and len(paths) > 1:
+            continue  # runs/sweeps/TIME/* names it, too
         found = list(_folders(path))
         if not found:
             raise ConfigError(
@@ -145,6 +151,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 def _folders(path: Path) -> Iterator[Path]:
     if path.is_file() and path.name in (METRICS, RESULT):
         path = path.parent
+    if path.is_file():
+        raise ConfigError(
+            f"{path} is a file, and a run is a folder",
+            fix="name the run directory, or a folder that holds some (a sweep's)",
+        )
     if not path.is_dir():
         siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ConfigError(
