@@ -166,6 +166,17 @@ def test_the_tokenizer_that_is_kept_is_the_one_of_the_folder(tokenizer, files):
     assert saved["model_max_length"] == settings["model_max_length"]
 
 
+def test_truncated_texts_are_counted(tmp_path, tokenizer, caplog):
+    file = tmp_path / "films.csv"
+    file.write_text("text,label\na film,0\na good film of a good day,1\na good day,1\n")
+    for most, told in ((None, ""), (2, "2 of 3"), (3, "1 of 3"), (40, "")):
+        caplog.clear()
+        data = LabelledTexts(path=str(file), tokenizer=str(tokenizer), max_length=most, **WHOLE)
+        assert len(data.train)
+        assert told in caplog.text, most
+        assert bool(told) == ("truncated to data.max_length" in caplog.text)
+
+
 def test_whole_numbers_are_classes_by_themselves(tokenizer, tmp_path):
     lines = [json.dumps({"text": "a film", "label": label}) for label in (0, 2, 10, 2)]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from torsh_trainer.tasks.language_model import IGNORED
 from torsh_trainer.tasks.sources import LoadedOnUse, Splits, balanced, check_fractions, split
 
 Sample = dict[str, Tensor]
+
+log = logging.getLogger(__name__)
 
 
 class Rows(Dataset[Sample]):
@@ -358,10 +361,26 @@ class LabelledTexts(_Texts):
         rows.singles["labels"] = torch.tensor([numbers[label] for label in labels])
         return rows
 
+    def _tell_truncated(
+        self, path: str, columns: Sequence[Sequence[str]], lengths: Sequence[int]
+    ) -> None:
+        rows = [row for row, length in enumerate(lengths) if length == self.max_length]
+        if not rows:
+            return
+        whole = self._tokenizer.batch(*([column[row] for row in rows] for column in columns))
+        count = sum(len(tokens) > (self.max_length or 0) for tokens in whole["input_ids"])
+        if count:
+            log.warning(
+                "%s: %d of %d texts are truncated to data.max_length=%d tokens",
+                *(path, count, len(lengths), self.max_length),
+            )
+
     def _encoded(self, path: str) -> Rows:
         names = [self.text] if self.text_pair is None else [self.text, self.text_pair]
-        encoded = self._tokenizer.batch(*columns_of(path, names), max_length=self.max_length)
+        columns = columns_of(path, names)
+        encoded = self._tokenizer.batch(*columns, max_length=self.max_length)
         lengths = [len(tokens) for tokens in encoded["input_ids"]]
+        self._tell_truncated(path, columns, lengths)
         if not all(lengths):
             raise ConfigError(
                 f"{path}: text {lengths.index(0) + 1} has no token", fix="leave it out"
