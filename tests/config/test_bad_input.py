@@ -122,6 +122,8 @@ BAD = [
     # sweeps
     ([QUICK, "hydra/launcher=joblib"], ["is for a sweep, and this is a single run", "add -m"]),
     ([QUICK, "hydra.sweep.dir=x"], ["is for a sweep, and this is a single run"]),
+    ([QUICK, "hydra.run.dir=file:///there"], ["is a URL", "name a folder"]),
+    ([QUICK, "checkpoint.dir=memory://x"], ["gone with it", "name a folder"]),
     ([QUICK, "-m", "trainer.seed=1,2", "hydra.run.dir=x"], ["is for a single run", "sweep.dir"]),
     ([QUICK, "-m", "optimizer.lr=interval(0.1,1)"], ["interval(...)", "hydra/sweeper=optuna"]),
     ([QUICK, "-m", "trainer.max_stepz=1,2"], ["unknown knob trainer.max_stepz"]),

@@ -63,6 +63,11 @@ class CheckpointOptions:
                     f"checkpoint.{name}={value} is not a positive number",
                     fix="give 1 or more, or null to switch it off",
                 )
+        if self.dir is not None and str(self.dir).startswith("memory:"):
+            raise ConfigError(
+                f"checkpoint.dir={self.dir} is memory of this process, and gone with it",
+                fix="name a folder, or the URL of an object store",
+            )
         check_allow(self.allow)
         for name, known in (("mode", ("sync", "async")), ("monitor_mode", ("min", "max"))):
             value = getattr(self, name)

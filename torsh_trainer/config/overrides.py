@@ -214,6 +214,11 @@ class Overrides:
         group = override.key_or_group
         value = override.value()
         text = str(override.input_line)
+        if group in ("hydra.run.dir", "hydra.sweep.dir") and "://" in str(value):
+            raise ConfigError(
+                f"{text} is a URL, and a run directory is a folder",
+                fix="name a folder; checkpoint.dir may be a URL",
+            )
         if self.line.trains and self.line.multirun and group.startswith("hydra.run."):
             raise ConfigError(
                 f"{text} is for a single run, and -m starts a sweep",
