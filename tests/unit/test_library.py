@@ -68,7 +68,12 @@ def test_the_defaults_are_the_callbacks_and_loggers_that_the_configuration_enabl
     assert [imported(target, option="_target_") for target in enabled] == [*DEFAULTS]
 
 
-def test_a_run_from_python_shows_its_progress_and_leaves_what_a_report_draws(tmp_path, capsys):
+def test_a_run_from_python_shows_its_progress_and_leaves_what_a_report_draws(
+    tmp_path, capsys, monkeypatch
+):
+    script = sys.modules["__main__"]
+    monkeypatch.setattr(script, "__file__", "train.py", raising=False)  # as of no prompt
+    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
     result = line_trainer(tmp_path).fit()
     said = capsys.readouterr().out
     assert "step 6/6" in said
@@ -76,7 +81,8 @@ def test_a_run_from_python_shows_its_progress_and_leaves_what_a_report_draws(tmp
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["split"] == "train"] == [1, 2, 4, 6]
     assert rows[-1]["loss"] == result.metrics["loss"]
-    assert json.loads((tmp_path / "provenance.json").read_text())["command"]
+    provenance = json.loads((tmp_path / "provenance.json").read_text())
+    assert provenance["command"] == ["python", "train.py"]
     assert report.main([str(tmp_path)]) == 0
     assert (tmp_path / "report.html").exists()
 
