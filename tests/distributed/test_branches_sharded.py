@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import TorshError
 from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.strategies.units import CommonOrder
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.compare import FP32, same_tensors
@@ -130,3 +131,25 @@ def test_processes_that_change_branches_together_equal_plain_pytorch() -> None:
     expected = reference.train(scenario, 2, task=task).parameters
     for parameters in shared(2).run(alternating):
         same_tensors(parameters, expected, FP32.parameters, "parameters")
+
+
+def count_agreements(comm: Communicator) -> int:
+    """How often the processes ask one another in three steps, after two of the same model."""
+    driver = Driver(comm, FSDP(wrap_min_bytes=0), Scenario(data=TinyData(steps=5)))
+    asked = 0
+
+    def agree(self: Any, what: Any, unit: Any) -> None:
+        nonlocal asked
+        asked += 1
+
+    own = CommonOrder._agree
+    for number in range(5):
+        if number == 2:
+            CommonOrder._agree = agree  # type: ignore[method-assign]
+        driver.step(number, Outcome())
+    CommonOrder._agree = own  # type: ignore[method-assign]
+    return asked
+
+
+def test_processes_that_go_the_same_way_ask_nothing_after_the_first_steps() -> None:
+    assert shared(2).run(count_agreements) == [0, 0]

@@ -117,8 +117,9 @@ def _has_gradient(part: Any) -> bool:
 class CommonOrder:
     """Stops before a collective that other processes would not begin as well.
 
-    A collective that has always followed the one before it is begun without a word. At any other
-    place the processes first tell each other which they are about to begin. All of them know the
+    A collective that has always followed the two before it is begun without a word (one would not
+    tell a forward from a backward, which gathers the same units). At any other place the processes
+    first tell each other which they are about to begin. All of them know the
     same order, so a process that leaves it waits there for the others: it is told apart when
     ``timeout_s`` of the communicator has passed.
     """
@@ -129,7 +130,7 @@ class CommonOrder:
         self._comm = told
         self._roots = list(roots)
         self._followers: dict[Any, set[tuple[Any, ...]]] = {}
-        self._last: tuple[Any, ...] = ()
+        self._last_two: tuple[Any, ...] = ((), ())
         names = {id(unit): name for root in roots for name, unit in _named_units(root)}
         for root in self._roots:
             for unit in units_of(root):
@@ -156,12 +157,12 @@ class CommonOrder:
         Raises:
             ConfigError: another process is about to begin another one.
         """
-        place = (self._last, self._roots[0].training)
+        place = (self._last_two, self._roots[0].training)
         known = self._followers.setdefault(place, set())
         if known != {what}:
             self._agree(what, unit)
             known.add(what)
-        self._last = what
+        self._last_two = (self._last_two[1], what)
 
     def _agree(self, what: tuple[Any, ...], unit: Any) -> None:
         if self._comm.world.size == 1:
