@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="default: %(default)s")
     output = parser.parse_args(argv).output
     with tempfile.TemporaryDirectory() as folder:
-        runs = [_trained(name, overrides, Path(folder)) for name, overrides in RUNS.items()]
+        runs = [_train(name, overrides, Path(folder)) for name, overrides in RUNS.items()]
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(picture_of(runs), encoding="utf-8")
     print(output)
@@ -83,7 +83,7 @@ def picture_of(runs: Sequence[Run]) -> str:
     )
 
 
-def _trained(name: str, overrides: Sequence[str], folder: Path) -> Run:
+def _train(name: str, overrides: Sequence[str], folder: Path) -> Run:
     place = folder / re.sub(r"\W+", "-", name)
     words = (*RECIPE, *overrides, f"hydra.run.dir={place}")
     print(name, flush=True)

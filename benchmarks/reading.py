@@ -97,7 +97,7 @@ def _block(batches: Iterator[Any]) -> float:
 # -- the first batch of many, in a process of its own ---------------------------------------------
 
 
-def _shuffled(size: int) -> Any:
+def _read_shuffled(size: int) -> Any:
     return iter(DataLoader(Numbers(size), batch_size=BATCH, shuffle=True))
 
 
@@ -110,7 +110,7 @@ def _ours(size: int, consumed: int = 0, **knobs: Any) -> Any:
 
 
 FIRST: dict[str, Callable[[int], Any]] = {
-    "DataLoader, shuffle=True (RandomSampler)": _shuffled,
+    "DataLoader, shuffle=True (RandomSampler)": _read_shuffled,
     "ToRSh Trainer": _ours,
     "ToRSh Trainer, from 90% of an epoch": lambda size: _ours(size, size // 10 * 9),
     "ToRSh Trainer, the next epoch": lambda size: _ours(size, size),

@@ -540,7 +540,7 @@ class Rank:
             batch_size=batch.batch_size,
             micro_batch_size=batch.micro_batch_size,
             accumulate=batch.accumulate,
-            normalised=count_normalised(self.engine.model, batch.micro_batch_size, self.world.size),
+            normalised=count_normalised(self.engine.model, batch.micro_batch_size, batch.dp_size),
             max_steps=trainer.max_steps,
             steps_per_epoch=self.steps_per_epoch,
             first_step=self.loop.position.step,

@@ -92,7 +92,9 @@ def main() -> None:
 
     comm = LocalCommunicator(torch.device("cpu"))
     library.load(comm)
-    operators.compiled(["deepspeed_shm_comm"], comm)  # in the cache of runs, and never locked there
+    operators.compile_operators(
+        ["deepspeed_shm_comm"], comm
+    )  # in the cache of runs, and never locked there
     with tempfile.TemporaryDirectory() as folder:
         torch.distributed.init_process_group(
             "gloo", init_method=Path(folder, "meet").as_uri(), rank=0, world_size=1

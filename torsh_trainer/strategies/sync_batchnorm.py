@@ -49,13 +49,13 @@ def separate(model: nn.Module) -> None:
             del module.meeting, module.plain
 
 
-def count_normalised(model: nn.Module, micro_batch_size: int, processes: int) -> int:
+def count_normalised(model: nn.Module, micro_batch_size: int, dp_size: int) -> int:
     """How many samples a BatchNorm of ``model`` normalises together in training; 0 without one."""
     found = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
     if not found:
         return 0
     together = all(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in found)
-    return micro_batch_size * (processes if together else 1)
+    return micro_batch_size * (dp_size if together else 1)
 
 
 class Meeting:

@@ -373,4 +373,4 @@ def test_without_libaio_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "false")  # which links nothing, libaio neither
     library.load(comm)
     with pytest.raises(ResourceError, match=r"against libaio, .* apt-get install libaio-dev"):
-        operators.compiled(operators.FILES, comm)
+        operators.compile_operators(operators.FILES, comm)

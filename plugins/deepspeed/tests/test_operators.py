@@ -58,7 +58,7 @@ def test_the_cache_is_the_same_wherever_torch_lies_and_another_for_another_relea
     here = operators.extensions_dir()
     monkeypatch.setattr(torch, "__file__", "/elsewhere/torch/__init__.py")
     assert operators.extensions_dir() == here
-    for name, value in (("_deepspeed", "0.0.1"), ("_instructions", "00000000")):
+    for name, value in (("_deepspeed_version", "0.0.1"), ("_instructions", "00000000")):
         with monkeypatch.context() as patched:
             patched.setattr(operators, name, lambda value=value: value)
             assert operators.extensions_dir() != here

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     comm = LocalCommunicator(torch.device("cpu"))
     try:
         library.load(comm)
-        operators.compiled(wanted, comm)
+        operators.compile_operators(wanted, comm)
     except TorshError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

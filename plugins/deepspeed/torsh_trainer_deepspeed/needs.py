@@ -61,7 +61,7 @@ def prepared(
     library.check_buffers(
         locked, world, library.lockable_bytes(), available=library.available_bytes()
     )
-    operators.compiled(operators.FILES, comm)
+    operators.compile_operators(operators.FILES, comm)
     folders = {place: SwapFolder(place, world.rank) for place in on_disk}
     for block in swaps:
         zero[block]["nvme_path"] = str(folders[str(zero[block]["nvme_path"])].path)

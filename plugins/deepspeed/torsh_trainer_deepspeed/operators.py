@@ -42,7 +42,7 @@ def extensions_dir() -> Path:
     parent = Path(home) / "torsh-trainer" / "torch_extensions"
     build = (
         f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
-        f"-deepspeed-{_deepspeed()}-{_instructions()}"
+        f"-deepspeed-{_deepspeed_version()}-{_instructions()}"
     )
     compiler = _compiler(os.environ.get("CXX", "c++"))
     if compiler is None:
@@ -51,7 +51,7 @@ def extensions_dir() -> Path:
     return parent / f"{build}-{compiler}"
 
 
-def _deepspeed() -> str:
+def _deepspeed_version() -> str:
     try:
         return version("deepspeed")
     except PackageNotFoundError:
@@ -110,7 +110,7 @@ def _below() -> Iterator[Path]:
     yield Path(sys.base_prefix) / scripts
 
 
-def compiled(operators: Sequence[str], comm: Communicator) -> None:
+def compile_operators(operators: Sequence[str], comm: Communicator) -> None:
     """Makes DeepSpeed's ``operators`` ready: compiled at their first use, with a line that says so.
 
     Raises:
@@ -163,7 +163,7 @@ def _load(builder: Any, folder: Path) -> None:
         return
     if _is_whole(folder):
         with contextlib.suppress(ImportError, OSError):
-            builder._loaded_ops[builder.name] = _imported(builder.name, folder)
+            builder._loaded_ops[builder.name] = _import_operator(builder.name, folder)
             return
     (folder / STAMP).unlink(missing_ok=True)
     builder.load(verbose=False)
@@ -186,7 +186,7 @@ def _key() -> str:
     return f"{extensions_dir().name} {get_accelerator().device_name()}"
 
 
-def _imported(name: str, folder: Path) -> Any:
+def _import_operator(name: str, folder: Path) -> Any:
     from torch.utils import cpp_extension  # it takes a second, and few runs need it
 
     return cpp_extension._import_module_from_library(name, str(folder), True)

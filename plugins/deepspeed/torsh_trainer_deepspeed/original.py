@@ -70,7 +70,7 @@ class Original(Strategy):
         casts = bool(values.get("fp16", {}).get("auto_cast"))  # DeepSpeed does, of the inputs
         module = model if low is None else _In(model, None if casts else _LOW[low])
         if comm.device.type == "cpu":
-            operators.compiled(["deepspeed_shm_comm", *_kernels(values)], comm)
+            operators.compile_operators(["deepspeed_shm_comm", *_kernels(values)], comm)
         try:
             with library.putting_back() as theirs, contextlib.redirect_stdout(io.StringIO()):
                 wrapped, optimizer, *_ = deepspeed.initialize(

@@ -294,7 +294,7 @@ class DeepSpeed(Strategy):
             {key: group[key] for key in wanted if key in group} for group in optimizer.param_groups
         ]
         if own != "fused_adam" or comm.device.type == "cpu":
-            operators.compiled([own], comm)
+            operators.compile_operators([own], comm)
         decoupled = type(optimizer).__name__ == "AdamW"
         made: Optimizer
         if own == "cpu_adagrad":
@@ -494,7 +494,7 @@ def _initialized(
         ZeRORuntimeException,
     )
     if comm.device.type == "cpu":
-        operators.compiled(["deepspeed_shm_comm"], comm)
+        operators.compile_operators(["deepspeed_shm_comm"], comm)
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # every rank would say that it has them
             wrapped, *_ = deepspeed.initialize(

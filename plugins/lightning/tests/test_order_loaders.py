@@ -88,18 +88,18 @@ class Many(Data):
 
 @pytest.mark.parametrize("listed", [False, True], ids=["computed", "from before"])
 def test_a_run_over_many_samples_goes_on_in_the_order_that_it_has(listed, tmp_path, monkeypatch):
-    def trained(name: str, steps: int, **knobs: Any) -> list[float]:
+    def train(name: str, steps: int, **knobs: Any) -> list[float]:
         limits = {"max_epochs": None, "max_steps": steps}
         return run(tmp_path / name, ours(data=Many), every=3, **limits, **knobs)["loss"]
 
-    computed = trained("computed", 6)
+    computed = train("computed", 6)
     if listed:  # as a release that knew nothing else would have begun
         monkeypatch.setattr(sampler, "LISTED", MANY)
-    whole = trained("whole", 6)
+    whole = train("whole", 6)
     assert (whole == computed) != listed
-    trained("cut", 3)
+    train("cut", 3)
     monkeypatch.undo()
-    assert trained("cut", 6, resume="auto")[-3:] == whole[-3:]
+    assert train("cut", 6, resume="auto")[-3:] == whole[-3:]
 
 
 class Stream(IterableDataset[Tensor]):
