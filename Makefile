@@ -8,7 +8,7 @@ PLUGINS := plugins/deepspeed plugins/horovod plugins/lightning plugins/mpi
 COMMA := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs docs-serve guarantees keys bench picture wheel clean
+.PHONY: help demo test test-all lint docs docs-serve guarantees keys bench gpu picture wheel clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,10 @@ docs-serve: $(VENV)/.installed-dev  ## show the docs while you write them
 bench: $(VENV)/.installed-bench  ## measure beside the peers and write a table
 	$(PY) -m benchmarks
 
+gpu:  ## on a machine with a GPU: tests marked gpu, then benchmarks, in ten minutes (docs/gpu.md)
+	@$(PYTHON) -m benchmarks.gpu --out $(or $(OUT),runs/gpu) $(if $(OFFLINE),--offline) \
+		$(if $(BUDGET_S),--budget-s $(BUDGET_S)) $(if $(ONLY),--only $(ONLY))
+
 picture: $(VENV)/.installed-bench  ## train digits under every engine and draw the README's picture
 	$(PY) -m benchmarks.picture
 
@@ -51,7 +55,7 @@ wheel: $(VENV)/.installed-dev  ## build the wheel and the source archive into di
 	$(PY) -m build --no-isolation
 
 clean:  ## remove .venv, caches and build results; runs/ stays
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .venv-gpu build dist site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- installation: once, and again when pyproject.toml or constraints.txt change -----------------

@@ -21,6 +21,7 @@ from benchmarks import (
     engines,
     first_step,
     fsdp_units,
+    model_start,
     reading,
     slow_link,
     step_cost,
@@ -68,6 +69,7 @@ PARTS: dict[str, Part] = {
     "i": reading,
     "j": door,
     "u": fsdp_units,
+    "v": model_start,
 }
 """By letter; (d) is measured with (c)."""
 

@@ -22,10 +22,10 @@ from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.start import create
+from torsh_trainer.environments.world import World
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, MicroBatch, Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.world import World
 
 RANKS = 2
 STRATEGIES: dict[str, Strategy] = {"ddp": DDP(), "fsdp": FSDP()}
@@ -131,7 +131,7 @@ def _save(saver: DcpCheckpointer, number: int, engine: Engine, comm: Communicato
     total_s = _slowest(comm, time.perf_counter() - began)
     written_bytes = _sizes(Path(str(path)))
     comm.barrier()
-    if comm.world.is_main:
+    if comm.world.is_rank_zero:
         shutil.rmtree(Path(str(path)))
     return _Save(waited_s, total_s, written_bytes)
 

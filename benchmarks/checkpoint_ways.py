@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
-from torsh_trainer.checkpoint.plain import dotted
+from torsh_trainer.checkpoint.plain import dotted_name
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.strategies.state import optimizer_state
 
@@ -197,8 +197,8 @@ class Torsh(Way):
 
     def _check(self, saver: DcpCheckpointer, state: dict[str, Any]) -> None:
         """As a run that resumes compares what it then holds with what was saved."""
-        saved = {dotted(path): one for path, one in (saver.hashes(self.newest) or {}).items()}
-        held = saver.held(state, sorted(saved))
+        saved = {dotted_name(path): one for path, one in (saver.hashes(self.newest) or {}).items()}
+        held = saver.sum_held(state, sorted(saved))
         assert all(held[name].covers(one.sum) for name, one in saved.items())
 
     def path(self, number: int) -> Path:

@@ -22,11 +22,11 @@ from benchmarks.step_cost import ours
 from benchmarks.work import BareLoop, Samples, build_model, table
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.start import create
+from torsh_trainer.environments.world import World
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import MPI, Gloo
 from torsh_trainer.strategies.ddp import DDP
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import run_in
 
 TITLE = "a data parallel step over a step alone"
 
@@ -117,7 +117,7 @@ class Turns:
         self._world = world
         self._count = 0
         told = folder / "port"
-        if world.is_main:
+        if world.is_rank_zero:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             told.with_suffix(".new").write_text(str(self._store.port), encoding="ascii")
             told.with_suffix(".new").rename(told)
@@ -130,7 +130,7 @@ class Turns:
         """Returns on every rank when rank 0 has done ``work``."""
         self._count += 1
         turn, others = f"turn {self._count}", range(1, self._world.size)
-        if not self._world.is_main:
+        if not self._world.is_rank_zero:
             self._store.set(f"{turn}, rank {self._world.rank} is here", "")
             self._store.wait([f"{turn} is over"])
             return
@@ -155,7 +155,8 @@ def _rank(world: World, case: Case, contender: Contender, blocks: int, folder: P
         wrapped = DistributedDataParallel(model) if contender.exchanges else model
         loop = BareLoop(wrapped, iter(endless(data)))
         if not contender.exchanges:
-            comm.shares(1)  # opens the memory that ranks share: they meet there from now on
+            # This opens the memory that ranks share: they meet there from now on.
+            comm.shared_memory.shares(1)
             loop.optimizer.register_step_pre_hook(lambda *_: comm.barrier())
         loop.run(steps)
         comm.close()

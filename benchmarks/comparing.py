@@ -92,9 +92,9 @@ class Spread:
         """Both in one cell."""
         return f"{self.value:.1%} ({100 * self.low:.1f} to {100 * self.high:.1f})"
 
-    def ratio(self) -> str:
+    def ratio(self, digits: int = 2) -> str:
         """Both in one cell."""
-        value, interval = self.cells(".2f")
+        value, interval = self.cells(f".{digits}f")
         return f"{value} ({interval})"
 
 

@@ -16,9 +16,9 @@ from benchmarks.step_cost import ours
 from benchmarks.work import BareLoop, Samples, build_model, table
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.start import create
+from torsh_trainer.environments.world import World
 from torsh_trainer.strategies.ddp import DDP
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import run_in
 
 TITLE = "DDP step on two processes"
 WIDTHS = (32, 512, 512, 10)

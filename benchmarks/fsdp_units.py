@@ -23,9 +23,9 @@ from benchmarks.contenders import BenchTask
 from benchmarks.work import BATCH, BareLoop, Samples, build_model, table
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.start import create
+from torsh_trainer.environments.world import World
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, MicroBatch
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.world import World
 
 TITLE = "a step of FSDP by its units"
 EVERYTHING = 2**50

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.comparing import in_turns
-from torsh_trainer.optimizers import OptimizerSpec
+from torsh_trainer.optim.optimizers import OptimizerSpec
 
 MODELS: dict[str, Callable[[], Sequence[nn.Module]]] = {
     "MLP, 8 tensors of 64x64": lambda: [nn.Linear(64, 64) for _ in range(4)],

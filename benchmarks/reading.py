@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from benchmarks.work import BATCH, CLASSES, FEATURES, table
 from torsh_trainer.data.feed import in_order_of
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, GlobalSampler
+from torsh_trainer.data.sampler import BatchPartition, GlobalSampler
 
 TITLE = "reading samples"
 MANY = 100_000_000
@@ -52,6 +52,26 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
+SEEDS: dict[str, Callable[[int], Any]] = {
+    "nothing": lambda key: None,
+    "torch": torch.default_generator.manual_seed,
+    "NumPy": lambda key: np.random.seed(key & 0xFFFFFFFF),  # noqa: NPY002
+    "random": random.seed,
+}
+
+
+class SeededRows(Rows):
+    """Those of ``Rows``, which seed the generator they draw from: what no loader can do without."""
+
+    def __init__(self, draw: Callable[[], Any], seed: Callable[[int], Any]) -> None:
+        super().__init__(draw)
+        self.seed = seed
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.seed(index * 0x9E3779B1)
+        return self.x[index] + self.draw(), self.y[index]
+
+
 class Numbers:
     """As many samples as there are numbers, in no memory."""
 
@@ -68,23 +88,29 @@ class Numbers:
 def measure(*, quick: bool, device: str) -> dict[str, Any]:
     """Ratios of a batch by what samples draw; and for many samples seconds and MiB by loader."""
     size = MANY // 100 if quick else MANY
-    batches = {name: _ratio(draw, 8 if quick else 80) for name, draw in DRAWS.items()}
+    batches = {name: _ratio(name, 8 if quick else 80) for name in DRAWS}
     return {"size": size, "first": {name: _apart(name, size) for name in FIRST}, "batch": batches}
 
 
-def _ratio(draw: Callable[[], Any], blocks: int) -> dict[str, float]:
+def _ratio(name: str, blocks: int) -> dict[str, float]:
     """The median over blocks of a batch's time over DataLoader's, taken in turns."""
-    data = Rows(draw)
-    epochs = (DataLoader(data, batch_size=BATCH, shuffle=True) for _ in itertools.count())
-    theirs = itertools.chain.from_iterable(epochs)
+    data = Rows(DRAWS[name])
+    theirs, floor = _epochs(data), _epochs(SeededRows(DRAWS[name], SEEDS[name]))
     ours = in_order_of(data, Loading(batch_size=BATCH), seed=0, collate=default_collate)
-    pairs = [(_block(theirs), _block(ours)) for _ in range(blocks + 1)][1:]
-    ratios = sorted(our / their for their, our in pairs)
+    turns = [(_block(theirs), _block(floor), _block(ours)) for _ in range(blocks + 1)][1:]
+    bare, _, _ = shortest = [min(times) for times in zip(*turns, strict=True)]
     return {
-        "us": statistics.median(their for their, _ in pairs),
-        "ratio": statistics.median(ratios),
-        "least": min(our for _, our in pairs) / min(their for their, _ in pairs),
+        "us": statistics.median(their for their, _, _ in turns),
+        "ratio": statistics.median(our / their for their, _, our in turns),
+        "least": shortest[2] / bare,
+        "floor": statistics.median(seeded / their for their, seeded, _ in turns),
+        "floor_least": shortest[1] / bare,
     }
+
+
+def _epochs(data: Dataset[Any]) -> Iterator[Any]:
+    loaders = (DataLoader(data, batch_size=BATCH, shuffle=True) for _ in itertools.count())
+    return itertools.chain.from_iterable(loaders)
 
 
 def _block(batches: Iterator[Any]) -> float:
@@ -106,7 +132,7 @@ def _in_order(size: int) -> Any:
 
 
 def _ours(size: int, consumed: int = 0, **knobs: Any) -> Any:
-    return GlobalSampler(size, Cut(BATCH, BATCH, 1, 0), 0, **knobs).plans(consumed)
+    return GlobalSampler(size, BatchPartition(BATCH, BATCH, 1, 0), 0, **knobs).plans(consumed)
 
 
 FIRST: dict[str, Callable[[int], Any]] = {
@@ -143,11 +169,22 @@ def text(found: dict[str, Any]) -> str:
     """Two tables, in Markdown."""
     first = [(name, f"{one['s']:.4f}", f"{one['mib']:.0f}") for name, one in found["first"].items()]
     batch = [
-        (name, f"{one['ratio']:.2f}", f"{one['least']:.2f}", f"{one['us']:.0f}")
+        (
+            name,
+            *(f"{one[key]:.2f}" for key in ("ratio", "least", "floor", "floor_least")),
+            f"{one['us']:.0f}",
+        )
         for name, one in found["batch"].items()
     ]
     many = (f"the first batch of {found['size']:,} samples", "s", "MiB")
-    small = ("a sample draws from", "of DataLoader's time", "of its shortest", "DataLoader (us)")
+    small = (
+        "a sample draws from",
+        "of DataLoader's time",
+        "of its shortest",
+        "DataLoader, samples that seed themselves",
+        "of its shortest",
+        "DataLoader (us)",
+    )
     return f"### (i) Reading samples\n\n{table(many, first)}\n\n{table(small, batch)}"
 
 

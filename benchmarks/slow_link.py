@@ -36,9 +36,9 @@ from torsh_trainer.comm import compression
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.compression import Compression, GradientReducer
 from torsh_trainer.comm.start import create
+from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.strategies.builtin import Gloo
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import Rendezvous, World
+from torsh_trainer.training.trainer import run_in
 
 TITLE = "gradient compression on a slow link"
 HEADING = "### (g) Gradient compression on a slow link, two processes"

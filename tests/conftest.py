@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from torsh_trainer.__main__ import main
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,6 +43,11 @@ _CLUSTER = re.compile(
 )
 for _name in [name for name in os.environ if _CLUSTER.fullmatch(name)]:
     del os.environ[_name]
+
+# A shell without job control starts what it puts into the background with Ctrl-C ignored, and every
+# process of a test would inherit it: a test that sends one would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 RunCommand = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from torsh_trainer.importing import collector_at_rest
+from torsh_trainer.utils.importing import collector_at_rest
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "Trainer": "torsh_trainer.trainer",
-    "Result": "torsh_trainer.trainer",
-    "load_weights": "torsh_trainer.checkpoint.door.loading",
-    "Task": "torsh_trainer.task",
-    "DataSource": "torsh_trainer.task",
-    "Mean": "torsh_trainer.task",
+    "Trainer": "torsh_trainer.training.trainer",
+    "Result": "torsh_trainer.training.trainer",
+    "load_weights": "torsh_trainer.checkpoint.cli.loading",
+    "Task": "torsh_trainer.tasks.base",
+    "DataSource": "torsh_trainer.tasks.base",
+    "Mean": "torsh_trainer.tasks.base",
     "Loading": "torsh_trainer.data.loading",
-    "OptimizerSpec": "torsh_trainer.optimizers",
-    "Precision": "torsh_trainer.precision",
+    "OptimizerSpec": "torsh_trainer.optim.optimizers",
+    "Precision": "torsh_trainer.optim.precision",
     "CheckpointOptions": "torsh_trainer.checkpoint.base",
     "CommOptions": "torsh_trainer.comm.base",
     "Callback": "torsh_trainer.callbacks.base",

@@ -8,18 +8,19 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torsh_trainer import __version__, registry
+from torsh_trainer import __version__
 from torsh_trainer.config import command_line, help, tracebacks
 from torsh_trainer.config.roots import find_roots
 from torsh_trainer.errors import ConfigError, Interrupted, TorshError
-from torsh_trainer.foreign import readable
-from torsh_trainer.masking import masked_text
+from torsh_trainer.utils import registry
+from torsh_trainer.utils.foreign import readable
+from torsh_trainer.utils.masking import mask_text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Does what ``argv`` (default: the process's arguments) says; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return worded(lambda: _route(arguments), debug=_debug(arguments))
+    return report_failure(lambda: _route(arguments), debug=_debug(arguments))
 
 
 def _route(arguments: list[str]) -> int:
@@ -28,9 +29,8 @@ def _route(arguments: list[str]) -> int:
     except FileNotFoundError as error:
         fix = "cd to a folder that exists"
         raise ConfigError("the current directory is gone", fix=fix) from error
-    verb = registry.verbs().get(arguments[0]) if arguments else None
-    if verb is not None:
-        return int(registry.load(verb)(arguments[1:]))
+    if arguments and arguments[0] in registry.VERBS:
+        return int(registry.VERBS.load(arguments[0])(arguments[1:]))
     return _train(command_line.parse(arguments))
 
 
@@ -43,7 +43,7 @@ def rerun(argv: Sequence[str]) -> int:
     if line.help:
         print(again.HELP)
         return 0
-    with again.explained(line):
+    with again.explain_unknown_knob(line):
         if not line.dry_run:
             return _train(again.command_line(line))
         from torsh_trainer import assemble
@@ -91,10 +91,10 @@ def translate(argv: Sequence[str]) -> int:
         from torsh_trainer.translate.command import main as inward
 
         return inward(argv)
-    from torsh_trainer.config.outward import asked
+    from torsh_trainer.config.outward import parse_request
     from torsh_trainer.translate.outward.command import write
 
-    order = asked(argv)
+    order = parse_request(argv)
     return write(order.native, order.to, output=order.output, report_file=order.report)
 
 
@@ -118,7 +118,7 @@ def _prove(argv: Sequence[str]) -> int:
     )
 
 
-def worded(work: Callable[[], int], *, debug: bool) -> int:
+def report_failure(work: Callable[[], int], *, debug: bool) -> int:
     """The exit code of ``work``, whose failure is told in one sentence and the next move.
 
     With ``debug`` the traceback comes before it.
@@ -132,14 +132,14 @@ def worded(work: Callable[[], int], *, debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except TorshError as error:
-        return _told(error, debug=debug)
+        return _print_error(error, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last door: everything gets words here
         # Imported late: Hydra's own exceptions are known only where Hydra is loaded.
         from torsh_trainer.config.wording import as_failure
 
         failure = as_failure(error)
         failure.__cause__ = error
-        return _told(failure, debug=debug)
+        return _print_error(failure, debug=debug)
 
 
 def _train(line: command_line.CommandLine) -> int:
@@ -148,7 +148,7 @@ def _train(line: command_line.CommandLine) -> int:
         return 0
     roots = find_roots(line.config_dir)
     if line.help:
-        print(help.page(roots, registry.verbs()))
+        print(help.page(roots, registry.VERBS.names()))
         return 0
     if line.version:
         print(f"torsh-trainer {__version__}")
@@ -174,7 +174,7 @@ def _refuse_a_misspelt_verb(line: command_line.CommandLine) -> None:
     first = next(iter(line.overrides), "=")
     if "=" in first or first.startswith("~"):
         return
-    verbs = sorted(registry.verbs())
+    verbs = registry.VERBS.names()
     raise ConfigError(
         f"{first!r} is {'a verb' if first in verbs else 'neither a verb nor an override'}",
         fix=f"write the verb first: python -m torsh_trainer {first} ..."
@@ -183,10 +183,10 @@ def _refuse_a_misspelt_verb(line: command_line.CommandLine) -> None:
     )
 
 
-def _told(error: TorshError, *, debug: bool) -> int:
+def _print_error(error: TorshError, *, debug: bool) -> int:
     if debug:
         tracebacks.show(error)
-    print(f"error: {readable(masked_text(str(error)))}", file=sys.stderr)
+    print(f"error: {readable(mask_text(str(error)))}", file=sys.stderr)
     return int(getattr(error, "cause_exit_code", error.exit_code))
 
 

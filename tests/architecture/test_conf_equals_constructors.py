@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from torsh_trainer import assemble
-from torsh_trainer.config import roots
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.lookup import imported
-from torsh_trainer.optimizers import RESERVED, OptimizerSpec
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.optim.optimizers import RESERVED, OptimizerSpec
+from torsh_trainer.training.run_spec import RunSpec
+from torsh_trainer.utils import registry
+from torsh_trainer.utils.lookup import import_object
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONF = REPOSITORY / "conf"
@@ -77,10 +77,10 @@ def expected(group: str, target: str) -> dict[str, Any]:
         ours = {key: value for key, value in defaults_of(OptimizerSpec).items() if key in RESERVED}
         if target == MISSING:
             return {"lr": MISSING, **ours}
-        options = defaults_of(imported(target, option=group))
+        options = defaults_of(import_object(target, option=group))
         del options["params"]
         return {**options, **ours}
-    knobs = defaults_of(imported(target, option=group))
+    knobs = defaults_of(import_object(target, option=group))
     if group == "task":
         knobs = {name: value for name, value in knobs.items() if name not in INJECTED}
     return knobs
@@ -134,8 +134,8 @@ def test_every_source_of_data_offers_the_knobs_of_loading():
 
 
 def test_the_trainer_group_is_every_knob_of_the_trainer_that_is_no_object():
-    beside = {*assemble.GROUPS, *assemble.NO_KNOBS} - {"trainer"}
-    knobs = {name: value for name, value in defaults_of(Trainer).items() if name not in beside}
+    beside = {*registry.GROUPS, *assemble.NO_KNOBS} - {"trainer"}
+    knobs = {name: value for name, value in defaults_of(RunSpec).items() if name not in beside}
     assert content_of(CONF / "trainer" / "default.yaml") == plain(knobs)
 
 
@@ -143,9 +143,8 @@ def test_the_groups_that_code_knows_are_those_of_the_root_configuration():
     content = content_of(CONF / "config.yaml")
     entries = [entry for entry in content.pop("defaults") if isinstance(entry, dict)]
     groups = [next(iter(entry)) for entry in entries]
-    assert tuple(group for group in groups if " " not in group) == roots.GROUPS
-    assert roots.GROUPS == assemble.GROUPS
-    assert {*content} - {"hydra"} == {*roots.SETTINGS} == {*assemble.SETTINGS}
+    assert tuple(group for group in groups if " " not in group) == registry.GROUPS
+    assert {*content} - {"hydra"} == {*registry.SETTINGS}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

@@ -13,17 +13,19 @@ from typing import Any
 import yaml
 
 import torsh_trainer
-from torsh_trainer import registry, testing
+from torsh_trainer import testing
+from torsh_trainer.utils import registry
 
-LAUNCHERS = "**/conf/launcher/*.yaml"
+LAUNCHERS = ("conf/launcher/*.yaml", "plugins/*/*/conf/launcher/*.yaml")
 CONTRACTS = {
     "callbacks": ["Callback", "RunInfo", "StepReport", "EvaluationReport", "SaveReport"],
     "checkpoint": ["Checkpointer"],
+    "translate": ["Translator"],
     "comm": ["Communicator"],
     "comm.compression": ["Compression", "Compressing"],
     "environments": ["Environment"],
     "launchers": ["Launcher"],
-    "schedule": ["Schedule", "StatefulSchedule", "RunningSchedule"],
+    "optim.schedule": ["Schedule", "StatefulSchedule", "RunningSchedule"],
     "strategies": ["Strategy", "Engine", "Job"],
 }
 """What a plugin implements, by its room."""
@@ -36,7 +38,11 @@ def modules() -> Iterator[ModuleType]:
     public = {getattr(torsh_trainer, name).__module__ for name in NAMES}
     for info in pkgutil.walk_packages(torsh_trainer.__path__, "torsh_trainer."):
         name = info.name
-        if name in public | {"torsh_trainer.world"} or name.endswith(".base") or ".testing" in name:
+        if (
+            name in public | {"torsh_trainer.environments.world"}
+            or name.endswith(".base")
+            or ".testing" in name
+        ):
             yield importlib.import_module(name)
 
 
@@ -74,9 +80,10 @@ def test_every_public_name_and_every_contract_stands_on_a_page_of_the_api(reposi
     pages = [page.read_text() for page in sorted((repository / "docs" / "api").glob("*.md"))]
     told = set(re.findall(r"^::: (\S+)$", "\n".join(pages), flags=re.MULTILINE))
     named = {f"{module}.{name}" for name, module in torsh_trainer._PUBLIC.items()}
-    suites = {f"{module}.{name}" for name, module in testing._SUITES.items()}
-    strategies = {target.replace(":", ".") for target in registry.strategies().values()}
-    launchers = (yaml.safe_load(file.read_text()) for file in repository.glob(LAUNCHERS))
+    suites = {f"{module}.{name}" for name, module in testing._PLACES.items()}
+    strategies = {target.replace(":", ".") for target in registry.STRATEGIES.builtin.values()}
+    files = (file for pattern in LAUNCHERS for file in repository.glob(pattern))
+    launchers = (yaml.safe_load(file.read_text()) for file in files)
     contracts = {
         f"torsh_trainer.{room}.base.{name}" for room, names in CONTRACTS.items() for name in names
     }

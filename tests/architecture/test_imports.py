@@ -16,17 +16,17 @@ WITHOUT_TORCH = [
     "torsh_trainer",
     "torsh_trainer.__main__",
     "torsh_trainer.bench.command",
-    "torsh_trainer.checkpoint.door.command",
-    "torsh_trainer.checkpoint.door.inspection",
+    "torsh_trainer.checkpoint.cli.command",
+    "torsh_trainer.checkpoint.cli.inspection",
     "torsh_trainer.config",
     "torsh_trainer.environments",
     "torsh_trainer.errors",
     "torsh_trainer.launchers",
-    "torsh_trainer.registry",
+    "torsh_trainer.utils.registry",
     "torsh_trainer.report",
     "torsh_trainer.rundir",
     "torsh_trainer.translate",
-    "torsh_trainer.world",
+    "torsh_trainer.environments.world",
 ]
 
 

@@ -97,9 +97,9 @@ class BackgroundDoor:
         return self.process.returncode
 
     def wait_for(self, pattern: str, *, timeout_s: float = 360) -> None:
-        """Returns once a file that matches ``pattern`` is there."""
+        """Returns once a file that matches ``pattern`` is there, and not empty."""
         end = time.monotonic() + timeout_s
-        while not any(self.home.glob(pattern)):
+        while not any(path.stat().st_size for path in self.home.glob(pattern)):
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < end, f"no {pattern} after {timeout_s} s"
             time.sleep(0.05)

@@ -17,10 +17,10 @@ from torch import nn
 
 from torsh_trainer import assemble
 from torsh_trainer.assemble.plan import plan, plan_call
-from torsh_trainer.assemble.values import fitted, words
+from torsh_trainer.assemble.values import fit_value, words
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.ddp import DDP
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.tasks.models import MLP
 
 
@@ -63,7 +63,7 @@ FITS = [
 
 @pytest.mark.parametrize(("value", "wanted", "expected"), FITS)
 def test_a_value_that_fits_becomes_what_the_annotation_asks_for(value, wanted, expected):
-    result = fitted(value, wanted, key="group.knob")
+    result = fit_value(value, wanted, key="group.knob")
     assert result == expected
     assert type(result) is type(expected)
 
@@ -90,7 +90,7 @@ UNFIT = [
 @pytest.mark.parametrize(("value", "wanted", "said"), UNFIT)
 def test_a_value_that_does_not_fit_is_told_by_its_key_and_what_was_expected(value, wanted, said):
     with pytest.raises(ConfigError) as caught:
-        fitted(value, wanted, key="group.knob")
+        fit_value(value, wanted, key="group.knob")
     assert str(caught.value).startswith("group.knob")
     assert f"expected {said}, got" in str(caught.value)
     assert caught.value.fix
@@ -179,8 +179,8 @@ def config(door) -> dict[str, Any]:
 
 
 def trainer(config: dict[str, Any], **changes: Any):
-    order = assemble.Order({**config, **changes}, None, (), ())
-    return assemble.trainer_of(order)
+    order = assemble.RunRequest({**config, **changes}, None, (), ())
+    return assemble.plan_run(order)
 
 
 def test_the_trainer_holds_what_the_configuration_says(config):
@@ -226,6 +226,25 @@ def test_auto_enables_a_logger_where_its_library_is_installed(config, tmp_path, 
     nodes = {n: {"_target_": f"own_loggers.{n}", "enabled": "auto"} for n in ("Here", "NotHere")}
     made = trainer(config, callbacks={}, logger=nodes)
     assert [type(c).__name__ for c in made.callbacks] == ["Here"]
+
+
+def test_a_disabled_callback_is_not_made_and_its_knobs_are_checked(config, tmp_path, monkeypatch):
+    (tmp_path / "own_disabled.py").write_text(
+        "from torsh_trainer.callbacks.base import Callback\n"
+        "class Made(Callback):\n"
+        "    def __init__(self, size: int = 1):\n"
+        "        raise AssertionError('made')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def mine(**knobs):
+        return {"mine": {"_target_": "own_disabled.Made", "enabled": False, **knobs}}
+
+    assert not list(trainer(config, callbacks=mine(size=3), logger={}).callbacks)
+    with pytest.raises(ConfigError, match=r"callbacks\.mine\.size"):
+        trainer(config, callbacks=mine(size="x"), logger={})
+    elsewhere = {"mine": {"_target_": "nowhere.at.All", "enabled": False}}
+    assert not list(trainer(config, callbacks=elsewhere, logger={}).callbacks)
 
 
 class OwnSource(DataSource):
@@ -281,7 +300,7 @@ def test_the_process_that_launches_loads_no_torch(config, tmp_path):
 
 
 def test_options_of_a_torch_scheduler_are_keywords_in_python_and_a_mapping_in_a_configuration():
-    node = {"_target_": "torsh_trainer.schedule.TorchSchedule", "scheduler": "StepLR"}
+    node = {"_target_": "torsh_trainer.optim.schedule.TorchSchedule", "scheduler": "StepLR"}
     with pytest.raises(ConfigError, match=r"unknown knob schedule\.step_size"):
         plan({**node, "step_size": 2}, key="schedule")
     assert plan({**node, "options": {"step_size": 2}}, key="schedule").build().options == {

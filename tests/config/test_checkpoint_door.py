@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from torsh_trainer.checkpoint.cli.contents import Contents
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
-from torsh_trainer.checkpoint.door.contents import Contents
 from torsh_trainer.checkpoint.store.finding import find
-from torsh_trainer.checkpoint.store.places import Location, RemotePath, location
+from torsh_trainer.checkpoint.store.places import RemotePath, StoragePath, parse_storage_path
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ResourceError
 
@@ -55,7 +55,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def saved(folder: Location, state: dict, step: int = 1) -> Location:
+def saved(folder: StoragePath, state: dict, step: int = 1) -> StoragePath:
     """A checkpoint of any state."""
     saver = DcpCheckpointer(folder, LocalCommunicator())
     path = saver.save(step, state, {})
@@ -526,7 +526,7 @@ def test_a_checkpoint_of_an_odd_model_can_be_looked_at(door, home):
 @pytest.fixture
 def remote(request) -> RemotePath:
     """A folder of a store that fsspec keeps in this process's memory."""
-    found = location(f"memory://{request.node.name}")
+    found = parse_storage_path(f"memory://{request.node.name}")
     assert isinstance(found, RemotePath)
     return found
 

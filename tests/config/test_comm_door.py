@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from torsh_trainer.comm.bench import BUS_FACTORS, COLLECTIVES
-from torsh_trainer.comm.tuning import AlgorithmTable
+from torsh_trainer.distributed.bench import BUS_FACTORS, COLLECTIVES
+from torsh_trainer.distributed.tuning import AlgorithmTable
 
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -7,14 +7,17 @@ import sys
 import pytest
 import yaml
 
-from torsh_trainer import __version__, registry
-from torsh_trainer.config.roots import GROUPS, find_roots
+from torsh_trainer import __version__
+from torsh_trainer.config.roots import find_roots
+from torsh_trainer.testing.plugins import install_plugin
+from torsh_trainer.utils import registry
+from torsh_trainer.utils.registry import GROUPS
 
 
 def test_help_lists_verbs_recipes_groups_and_options(door, repository):
     answer = door("--help")
     assert answer.code == 0
-    for verb in registry.verbs():
+    for verb in registry.VERBS.names():
         assert verb in answer.out
     for recipe in (repository / "recipes").iterdir():
         assert recipe.name in answer.out
@@ -101,19 +104,10 @@ def test_rerun_helps_too(door):
     assert "RUN_DIRECTORY" in door("rerun", "--help").out
 
 
-def test_a_plugin_whose_package_is_gone_is_said_and_does_not_stop_other_runs(door, monkeypatch):
-    installed = registry._installed
-    gone = {"lost": "lost_of_door.conf"}
-    monkeypatch.setattr(
-        registry,
-        "_installed",
-        lambda group: gone if group.endswith("plugins") else installed(group),
-    )
-    registry.plugin_folders.cache_clear()
-    try:
+def test_a_plugin_whose_package_is_gone_is_said_and_does_not_stop_other_runs(door, tmp_path):
+    gone = {"torsh_trainer.plugins": {"lost": "lost_of_door.conf"}}
+    with install_plugin(tmp_path / "site", entry_points=gone):
         answer = door("+recipe=quick.yaml", "--cfg", "job")
-    finally:
-        registry.plugin_folders.cache_clear()
     assert answer.code == 0
     (line,) = answer.err.splitlines()
     assert line.startswith("note: plugin 'lost' is registered, but its package 'lost_of_door.conf'")

@@ -8,7 +8,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from torsh_trainer.config.overrides import parsed
+from torsh_trainer.config.overrides import parse_override
 from torsh_trainer.errors import ConfigError
 
 KEYS = ["lr", "model.hidden", "data.a-b", "task/sub", "a/b.c", "a@b", "a.0", "9a", "null", "$a", ""]
@@ -27,6 +27,6 @@ def test_every_override_is_read_as_hydra_reads_it(sign):
             expected = parser.parse_override(text)
         except HydraException:
             with pytest.raises(ConfigError):
-                parsed(text)
+                parse_override(text)
         else:
-            assert repr(parsed(text)) == repr(expected), text
+            assert repr(parse_override(text)) == repr(expected), text

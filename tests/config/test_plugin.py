@@ -11,8 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-CONTRACT = """
+from torsh_trainer.checkpoint.cli.contents import Contents
+from torsh_trainer.utils import registry
+
+STRATEGY = """
 from torsh_example.strategy import Example
 from torsh_trainer.testing import StrategyContract
 
@@ -29,6 +33,57 @@ class TestExampleInManyMessages(StrategyContract):
     strategy = Example(flatten=False)
     world_sizes = (2,)
     refuses = dict.fromkeys(LEFT_OUT, "left out of the example")
+"""
+OTHERS = """
+from torsh_example.checkpointer import Latest
+from torsh_example.environment import Site
+from torsh_example.launcher import Wrapped, WrappedTransport
+from torsh_example.translator import AcmeTranslator
+from torsh_trainer.testing import (
+    CheckpointerContract, EnvironmentContract, LauncherContract, TranslatorContract,
+    TransportContract,
+)
+from torsh_trainer.testing.translator import Sample
+from torsh_trainer.environments.world import Rendezvous, World
+
+TASK = {"SITE_TASK": "3/8@node01:29500"}
+WORLD = World(3, 8, 3, 8, rendezvous=Rendezvous("node01", 29500), source="site",
+              reasons=("SITE_TASK=3/8@node01:29500 -> rank 3 of 8",))
+
+
+class TestSite(EnvironmentContract):
+    environment = Site()
+    samples = {"task": (TASK, WORLD)}
+    foreign = {"slurm": {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}}
+    contradictions = {"no_place": {"SITE_TASK": "here"}, "beyond": {"SITE_TASK": "8/8@node01:1"}}
+
+
+class TestWrapped(LauncherContract):
+    launcher = Wrapped(num_processes=2)
+
+
+class TestWrappedTransport(TransportContract):
+    def transport(self, payload):
+        return WrappedTransport(payload, wrapper=["nice", "-n", "1"])
+
+
+class TestLatest(CheckpointerContract):
+    checkpointer = Latest
+
+
+class TestAcme(TranslatorContract):
+    translator = AcmeTranslator()
+    samples = {
+        "whole": Sample(
+            "job.acme",
+            "rate = 0.1\\nbatch = 64\\ntitle = mine\\nwarp = 9\\n",
+            keys=("rate", "batch", "title", "warp"),
+            choices={"strategy": "ddp"},
+            values={"optimizer.lr": 0.1, "data.batch_size": 64},
+        )
+    }
+    foreign = {"deepspeed": ("ds.json", "{}"), "horovod": ("train.py", "import horovod.torch")}
+    invalid = {"stranger": ("job.acme", "speed = 9\\n")}
 """
 
 
@@ -100,7 +155,7 @@ class TestInstalled:
 
     def test_it_is_a_strategy_by_name_for_the_library(self, environment, run_command, tmp_path):
         script = (
-            "from torsh_trainer import registry; "
+            "from torsh_trainer.utils import registry; "
             "print(registry.strategy_class('example')(flatten=False))"
         )
         answer = run_command([environment, "-c", script], cwd=tmp_path)
@@ -128,8 +183,120 @@ class TestInstalled:
         assert answer.returncode == 2
         assert "strategy=example cannot honour precision=bf16-mixed" in answer.stderr
 
-    def test_it_passes_the_suite_that_ships(self, environment, run_command, tmp_path):
-        (tmp_path / "test_example.py").write_text(CONTRACT)
+    def test_every_kind_lists_it_beside_ours(self, environment, run_command, tmp_path):
+        script = (
+            "from torsh_trainer.utils import registry; print(*sorted(kind.group.partition('.')[2] "
+            "for kind in registry.KINDS for one in kind.registrations().values() "
+            "if one.distribution == 'torsh-example'))"
+        )
+        answer = run_command([environment, "-c", script], cwd=tmp_path)
+        kinds = sorted(kind.group.partition(".")[2] for kind in registry.KINDS)
+        assert answer.stdout.split() == kinds, answer.stderr
+
+    def test_its_strategy_launcher_and_mesh_axis_train_as_plain_ddp_does(
+        self, plugin_door, warm_door, tmp_path
+    ):
+        few = ["trainer.max_steps=4", "trainer.stages=[fit]", "data.batch_size=64"]
+        mine = ["launcher=wrapped", "launcher.wrapper=[nice,-n1]", "mesh=twin", "mesh.twin=2"]
+        answer = plugin_door(
+            "+recipe=example_digits", *few, *mine, "launcher.num_processes=4", "hydra.run.dir=mine"
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        ddp = warm_door(["+recipe=digits", "strategy=ddp", *few, "hydra.run.dir=ddp"], processes=2)
+        assert ddp.returncode == 0, ddp.stdout + ddp.stderr
+        mine, plain = (
+            [
+                row
+                for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+                if (row := json.loads(line))["split"] == "train"
+            ]
+            for run in ("mine", "ddp")
+        )
+        result = json.loads((tmp_path / "mine" / "result.json").read_text())
+        assert (result["strategy"], result["world_size"]) == ("example", 4)
+        assert [row["samples"] for row in mine] == [row["samples"] for row in plain]
+        for name in ("loss", "grad_norm"):
+            assert [row[name] for row in mine] == pytest.approx(
+                [row[name] for row in plain], rel=1e-5
+            )
+
+    def test_its_rule_translates_a_key_that_nobody_here_knows(self, plugin_door, tmp_path):
+        (tmp_path / "ds.json").write_text(
+            '{"train_batch_size": 8, "fork": {"label_smoothing": 0.1}}'
+        )
+        answer = plugin_door("translate", "ds.json", "--report", "report.json")
+        assert answer.returncode == 10, answer.stdout + answer.stderr
+        report = json.loads((tmp_path / "report.json").read_text())
+        (finding,) = [f for f in report["findings"] if f["key"] == "fork.label_smoothing"]
+        assert (finding["rule"], finding["verdict"]) == ("fork.label-smoothing", "approximate")
+        assert finding["why"].startswith("no knob here: give the loss of your task")
+
+    def test_its_checkpointer_stage_callback_logger_and_backend_serve_one_run(
+        self, plugin_door, tmp_path
+    ):
+        answer = plugin_door(
+            "+recipe=example_digits",
+            "trainer.max_steps=2",
+            "trainer.log_every=1",
+            "trainer.stages=[count_tensors,fit]",
+            "checkpoint.backend=latest",
+            "comm.backend=example",
+            "+callbacks.farewell=true",
+            "+logger.lines.filename=log.txt",
+            "launcher.num_processes=2",
+            "hydra.run.dir=run",
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        run = tmp_path / "run"
+        result = json.loads((run / "result.json").read_text())
+        assert result["comm"] == "example"
+        assert result["tensors"]["parameters"] > 0
+        assert "farewell after 2 steps" in answer.stdout
+        assert (run / "checkpoints" / "latest").read_text() == "step-00000002\n"
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = [f"{row['split']} {row['step']} {row['loss']:.6f}" for row in rows]
+        assert (run / "log.txt").read_text().splitlines() == lines
+
+    def test_its_formats_take_weights_away_and_back(self, plugin_door, tmp_path):
+        answer = plugin_door("+recipe=example_digits", "trainer.max_steps=1", "hydra.run.dir=run")
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        out = plugin_door("checkpoint", "export", "run", "--format", "npz", "-o", "model.npz")
+        assert out.returncode == 0, out.stdout + out.stderr
+        back = plugin_door("checkpoint", "import", "model.npz", "-o", "back", "--step", "1")
+        assert back.returncode == 0, back.stdout + back.stderr
+        assert back.stderr.startswith("npz: ")
+        weights = [
+            {entry.name: tensor for entry, tensor in contents.read(contents.model.values())}
+            for contents in (
+                Contents.open(tmp_path / folder / "step-00000001", verified=True)
+                for folder in ("run/checkpoints", "back")
+            )
+        ]
+        assert weights[0].keys() == weights[1].keys()
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+    def test_its_environment_is_asked_before_ours(self, environment, run_command, tmp_path):
+        script = (
+            "from torsh_trainer import environments as e; "
+            "env = {'SITE_TASK': '1/2@node01:29500', 'RANK': '0', 'WORLD_SIZE': '4', "
+            "'TORCHELASTIC_RUN_ID': 'x', 'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '4', "
+            "'MASTER_ADDR': 'node02', 'MASTER_PORT': '1'}; "
+            "print(e.detect(env).source, e.find_environments()[0].name)"
+        )
+        answer = run_command([environment, "-c", script], cwd=tmp_path)
+        assert answer.stdout == "site site\n", answer.stderr
+
+    def test_its_launcher_has_a_name_for_the_library(self, environment, run_command, tmp_path):
+        script = (
+            "from torsh_trainer.utils import registry; "
+            "print(registry.LAUNCHERS.load('wrapped')(num_processes=2).wrapper)"
+        )
+        answer = run_command([environment, "-c", script], cwd=tmp_path)
+        assert answer.stdout == "('nice',)\n", answer.stderr
+
+    @pytest.mark.parametrize("suites", [STRATEGY, OTHERS], ids=["strategy", "others"])
+    def test_it_passes_the_suites_that_ship(self, suites, environment, run_command, tmp_path):
+        (tmp_path / "test_example.py").write_text(suites)
         command = [environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]
         answer = run_command(command, cwd=tmp_path, timeout_s=960)
         assert answer.returncode == 0, answer.stdout + answer.stderr

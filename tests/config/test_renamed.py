@@ -27,7 +27,7 @@ def composed(home, capsys):
 
     def compose(*overrides):
         line = command_line.parse([*overrides, "--cfg", "job"])
-        with app.opened(line, roots.find_roots(), renamed=TABLE) as opened:
+        with app.open_app(line, roots.find_roots(), renamed=TABLE) as opened:
             config = opened.hydra.compose_config(app.CONFIG, opened.overrides, run_mode=None)
         return config, capsys.readouterr().err.splitlines()
 

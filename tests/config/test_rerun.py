@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from torsh_trainer.config.rerun import merged
+from torsh_trainer.config.rerun import merge_overrides
 
 QUICK = "+recipe=quick.yaml"
 
@@ -118,4 +118,4 @@ def test_what_is_no_run_is_refused(door, home, args, said):
     ],
 )
 def test_overrides_merge_by_key(earlier, later, expected):
-    assert merged(earlier, later) == expected
+    assert merge_overrides(earlier, later) == expected

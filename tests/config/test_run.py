@@ -14,7 +14,7 @@ import yaml
 from torsh_trainer.config import command_line, training
 from torsh_trainer.config.roots import find_roots
 from torsh_trainer.errors import ConfigError, TrainingError
-from torsh_trainer.signals import signal_name
+from torsh_trainer.utils.signals import signal_name
 
 QUICK = "+recipe=quick.yaml"
 

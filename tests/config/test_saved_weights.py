@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from torsh_trainer.pretrained import start_from
 from torsh_trainer.tasks.models import MLP
+from torsh_trainer.training.pretrained import start_from
 
 TRAINED = (
     "+recipe=quick.yaml",

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from torsh_trainer.config import sweep
-from torsh_trainer.config.sweep import Record, ranked
+from torsh_trainer.config.sweep import JobRecord, rank_jobs
 
 QUICK = "+recipe=quick.yaml"
 ACCURACY = ("trainer.objective=accuracy", "trainer.objective_mode=max")
@@ -235,8 +235,10 @@ def test_jobs_side_by_side_save_before_an_interrupt_ends_them(background_door, h
 # -- the order of the table ----------------------------------------------------------------------
 
 
-def record(number: int, objective: float | None, *, error: str | None = None, **kwargs) -> Record:
-    return Record(number, [f"a={number}"], "runs/x", objective, error=error, **kwargs)
+def record(
+    number: int, objective: float | None, *, error: str | None = None, **kwargs
+) -> JobRecord:
+    return JobRecord(number, [f"a={number}"], "runs/x", objective, error=error, **kwargs)
 
 
 def test_the_best_comes_first_then_jobs_without_a_number_then_failures():
@@ -247,17 +249,17 @@ def test_the_best_comes_first_then_jobs_without_a_number_then_failures():
         record(3, None),
         record(4, 1.0),
     ]
-    assert [r.number for r in ranked(records, "min")] == [4, 1, 2, 3, 0]
-    assert [r.number for r in ranked(records, "max")] == [1, 4, 2, 3, 0]
+    assert [r.number for r in rank_jobs(records, "min")] == [4, 1, 2, 3, 0]
+    assert [r.number for r in rank_jobs(records, "max")] == [1, 4, 2, 3, 0]
 
 
 def test_the_jobs_know_which_way_is_better():
     records = [record(i, float(i), mode="max") for i in range(3)]
-    assert [r.number for r in ranked(records)] == [2, 1, 0]
-    assert [r.number for r in ranked(records, "min")] == [0, 1, 2]
+    assert [r.number for r in rank_jobs(records)] == [2, 1, 0]
+    assert [r.number for r in rank_jobs(records, "min")] == [0, 1, 2]
 
 
 def test_a_record_crosses_processes_by_a_file(tmp_path):
-    one = Record(3, ["a=1"], str(tmp_path / "3"), 0.5, objective_name="accuracy", mode="max")
+    one = JobRecord(3, ["a=1"], str(tmp_path / "3"), 0.5, objective_name="accuracy", mode="max")
     one.write()
     assert sweep.read(tmp_path) == [one]

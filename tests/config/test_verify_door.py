@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torsh_trainer import registry
 from torsh_trainer.__main__ import main
 from torsh_trainer.config import command_line, verifying
+from torsh_trainer.utils import registry
 
 DIGITS = "+recipe=digits"
 PAIR = "strategies=[single,ddp]"

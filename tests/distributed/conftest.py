@@ -32,11 +32,11 @@ from torsh_trainer import (
     Trainer,
 )
 from torsh_trainer.callbacks.base import EvaluationReport, RunInfo, SaveReport, StepReport
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
-from torsh_trainer.schedule.shapes import Cosine
+from torsh_trainer.optim.schedule.shapes import Cosine
 from torsh_trainer.testing.ranks import RankFailure, RankPool
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import run_in
 
 RANKS = 2
 SURVIVES_S = 0.5
@@ -76,7 +76,7 @@ class Diary(Callback):
         self._main = False
 
     def on_start(self, info: RunInfo) -> None:
-        self._main = info.world.is_main
+        self._main = info.world.is_rank_zero
         self._note(began=info.first_step)
 
     def on_step(self, report: StepReport) -> None:

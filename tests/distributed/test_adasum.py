@@ -9,7 +9,7 @@ from torch import Tensor
 from torsh_trainer.comm.adasum import adasum
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.testing.ranks import RankPool, shared
+from torsh_trainer.testing.ranks import RankPool, shared_pool
 
 
 def of_two(a: Tensor, b: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def reduced(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000, 1003])
 def test_it_is_the_formula(ranks: int, size: int) -> None:
-    found = shared(ranks).run(reduced, size, "related", None, torch.float32)
+    found = shared_pool(ranks).run(reduced, size, "related", None, torch.float32)
     expected = of_many([gradient(rank, size, "related").double() for rank in range(ranks)])
     for one in found:
         assert torch.equal(one, found[0])
@@ -59,21 +59,21 @@ def test_it_is_the_formula(ranks: int, size: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_equal_gradients_give_their_mean_and_orthogonal_ones_their_sum(ranks: int) -> None:
-    (equal, *_) = shared(ranks).run(reduced, 100, "equal", None, torch.float32)
+    (equal, *_) = shared_pool(ranks).run(reduced, 100, "equal", None, torch.float32)
     assert torch.allclose(equal, gradient(0, 100, "equal"), rtol=1e-5)
-    (summed, *_) = shared(ranks).run(reduced, 100, "orthogonal", None, torch.float32)
+    (summed, *_) = shared_pool(ranks).run(reduced, 100, "orthogonal", None, torch.float32)
     assert torch.allclose(summed, sum(gradient(r, 100, "orthogonal") for r in range(ranks)))
 
 
 def test_a_gradient_of_zeros_leaves_the_other_as_it_is() -> None:
-    (found, _) = shared(2).run(reduced, 100, "one is zero", None, torch.float32)
+    (found, _) = shared_pool(2).run(reduced, 100, "one is zero", None, torch.float32)
     assert torch.equal(found, gradient(0, 100, "one is zero"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_layers_are_combined_each_on_its_own(ranks: int) -> None:
     layers = [3, 500, 1, 499]  # halves and quarters cut through them
-    (found, *_) = shared(ranks).run(reduced, 1003, "related", layers, torch.float32)
+    (found, *_) = shared_pool(ranks).run(reduced, 1003, "related", layers, torch.float32)
     parts = zip(
         *[gradient(r, 1003, "related").double().split(layers) for r in range(ranks)], strict=True
     )
@@ -87,7 +87,7 @@ def test_layers_are_combined_each_on_its_own(ranks: int) -> None:
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
 )
 def test_other_types_are_computed_in_what_they_hold(dtype: torch.dtype, bound: float) -> None:
-    (found, *_) = shared(4).run(reduced, 100, "related", None, dtype)
+    (found, *_) = shared_pool(4).run(reduced, 100, "related", None, dtype)
     expected = of_many([gradient(r, 100, "related").to(dtype).double() for r in range(4)])
     assert found.dtype == dtype
     assert torch.allclose(found.double(), expected, rtol=bound, atol=bound)
@@ -102,9 +102,9 @@ def refusal(comm: Communicator, tensor: Tensor, layers: list[int] | None) -> str
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    (words, _) = shared(2).run(refusal, torch.ones(3, dtype=torch.int64), None)
+    (words, _) = shared_pool(2).run(refusal, torch.ones(3, dtype=torch.int64), None)
     assert "Adasum of torch.int64 values" in words
-    (words, _) = shared(2).run(refusal, torch.ones(3), [1, 1])
+    (words, _) = shared_pool(2).run(refusal, torch.ones(3), [1, 1])
     assert "the layers have 2 elements together, the tensor 3" in words
     with RankPool(3) as three:
         for words in three.run(refusal, torch.ones(3), None):

@@ -17,8 +17,8 @@ from torsh_trainer.strategies.units import CommonOrder
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import VOCABULARY, WIDTH, TinyData, TinyTask
 
 
@@ -59,7 +59,7 @@ def words(
     driver = Driver(comm, strategy, Scenario(data=TinyData(steps=4)), task=task)
     for step in range(4):
         try:
-            driver.step(step, Outcome())
+            driver.step(step, TrainingOutcome())
         except TorshError as error:
             return step, str(error)
     return 4, ""
@@ -86,7 +86,7 @@ def impatient() -> Iterator[RankPool]:
 def test_processes_that_branch_apart_say_so_on_every_rank(
     strategy: FSDP, widths: tuple[int, int]
 ) -> None:
-    for step, said in shared(2).run(words, strategy, widths, 0):
+    for step, said in shared_pool(2).run(words, strategy, widths, 0):
         assert step == 0
         assert "different parts of the model" in said
         for named in ("rank 0", "rank 1", "branches.0", "branches.1"):
@@ -118,7 +118,7 @@ def alternating(comm: Communicator) -> dict[str, Tensor]:
     driver = Driver(
         comm, FSDP(wrap_min_bytes=0), scenario, task=BranchingTask((WIDTH, WIDTH), lambda: step % 2)
     )
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for step in range(5):
         driver.step(step, outcome)
     return driver.finish(outcome).parameters
@@ -129,13 +129,14 @@ def test_processes_that_change_branches_together_equal_plain_pytorch() -> None:
     scenario = Scenario(data=TinyData(steps=5, accumulate=2))
     task = BranchingTask((WIDTH, WIDTH), lambda: (next(calls) // 4) % 2)
     expected = reference.train(scenario, 2, task=task).parameters
-    for parameters in shared(2).run(alternating):
+    for parameters in shared_pool(2).run(alternating):
         same_tensors(parameters, expected, FP32.parameters, "parameters")
 
 
-def count_agreements(comm: Communicator) -> int:
+def count_agreements(comm: Communicator, strategy: FSDP, accumulate: int) -> int:
     """How often the processes ask one another in three steps, after two of the same model."""
-    driver = Driver(comm, FSDP(wrap_min_bytes=0), Scenario(data=TinyData(steps=5)))
+    scenario = Scenario(data=TinyData(steps=5, accumulate=accumulate))
+    driver = Driver(comm, strategy, scenario)
     asked = 0
 
     def agree(self: Any, what: Any, unit: Any) -> None:
@@ -146,10 +147,15 @@ def count_agreements(comm: Communicator) -> int:
     for number in range(5):
         if number == 2:
             CommonOrder._agree = agree  # type: ignore[method-assign]
-        driver.step(number, Outcome())
+        driver.step(number, TrainingOutcome())
     CommonOrder._agree = own  # type: ignore[method-assign]
     return asked
 
 
-def test_processes_that_go_the_same_way_ask_nothing_after_the_first_steps() -> None:
-    assert shared(2).run(count_agreements) == [0, 0]
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", [FSDP(wrap_min_bytes=0), FSDP()], ids=["blocks", "merged"])
+def test_processes_that_go_the_same_way_ask_nothing_after_the_first_steps(
+    strategy: FSDP, accumulate: int
+) -> None:
+    """Also where the blocks are one unit: a backward then gathers what its forward has gathered."""
+    assert shared_pool(2).run(count_agreements, strategy, accumulate) == [0, 0]

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.data.feed import TrainFeed
+from torsh_trainer.data.feed import TrainLoader
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, epoch_order
+from torsh_trainer.data.sampler import BatchPartition, epoch_order
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.task import DataSource, Task
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.tasks.base import DataSource, Task
+from torsh_trainer.testing.ranks import shared_pool
 
 SAMPLES, MICRO, SEED, STEPS = 27, 3, 7, 9
 BATCH = 12  # the third step of an epoch has 3 samples: a rank without any, on two processes
@@ -100,11 +100,11 @@ def train(
 ) -> Found:
     """``STEPS`` steps as the loop takes them; evaluates after those in ``looks_at``."""
     size = comm.world.size
-    cut = Cut(BATCH, MICRO, size, comm.world.rank)
+    cut = BatchPartition(BATCH, MICRO, size, comm.world.rank)
     plan = BatchPlan(BATCH, MICRO, BATCH // MICRO // size, size)
     job = Job(task, task.build_model, plan, **options)
     engine = strategy.prepare(job, comm)
-    feed = TrainFeed(task, Loading(batch_size=BATCH), cut, comm, seed=SEED).steps()
+    feed = TrainLoader(task, Loading(batch_size=BATCH), cut, comm, seed=SEED).steps()
     losses = []
     for number in range(STEPS):
         step = next(feed)
@@ -157,12 +157,12 @@ def name_of(strategy: Strategy) -> str:
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=name_of)
 @pytest.mark.parametrize("size", [2, 4])
 def test_running_statistics_are_those_of_one_process(size, strategy, looks_at):
-    for found in shared(size).run(train, strategy, Averages(), looks_at):
+    for found in shared_pool(size).run(train, strategy, Averages(), looks_at):
         assert_alike(found, train_plainly(Averages()))
 
 
 def test_a_filler_leaves_no_trace_on_one_process_either():
-    (found,) = shared(1).run(train, Single(), Averages())
+    (found,) = shared_pool(1).run(train, Single(), Averages())
     assert_alike(found, train_plainly(Averages()))
 
 
@@ -191,7 +191,9 @@ class Reads(nn.Module):
 
 def test_what_training_reads_is_rank_0s_under_every_engine_and_named():
     task = Averages(Reads)
-    all_found = [shared(2).run(train, strategy, task)[0] for strategy in (DDP(), FSDP(), Gloo())]
+    all_found = [
+        shared_pool(2).run(train, strategy, task)[0] for strategy in (DDP(), FSDP(), Gloo())
+    ]
     for found in all_found:
         assert found.changing == ["seen"]
         torch.testing.assert_close(found.losses, all_found[0].losses, rtol=1e-6, atol=0)
@@ -204,7 +206,7 @@ def test_a_buffer_that_a_task_names_and_the_model_lacks_is_refused():
             return {"codes.maen": 0.25}
 
     with pytest.raises(AssertionError, match=r"codes\.mean"):
-        shared(1).run(train, Single(), Wrong())
+        shared_pool(1).run(train, Single(), Wrong())
 
 
 class Stateful(nn.Module):
@@ -232,8 +234,9 @@ class Block(nn.Module):
         return torch.tanh(self.layer(self.norm(x) * self.seen))
 
 
-def test_a_recomputed_forward_leaves_no_trace_and_reads_what_the_first_one_read():
+@pytest.mark.parametrize("again", [True, "selective"])
+def test_a_recomputed_forward_leaves_no_trace_and_reads_what_the_first_one_read(again):
     task = Averages(Stateful)
-    options = {"activation_checkpointing": True}
-    (found,) = shared(1).run(train, Single(), task, (), options)
+    options = {"activation_checkpointing": again}
+    (found,) = shared_pool(1).run(train, Single(), task, (), options)
     assert_alike(found, train_plainly(task))

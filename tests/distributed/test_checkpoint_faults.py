@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 MIB = 1 << 20
 LARGE = 64 * MIB

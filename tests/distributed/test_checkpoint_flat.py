@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from torsh_trainer.checkpoint.base import CheckpointOptions, FlatShard
+from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.checkpoint.store.integrity import read_manifest
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import TorshError
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.state import whole_state
 
 SHAPES = {
@@ -149,7 +150,7 @@ SAVED_BY = [(4, "flat1"), (4, "flat2"), (2, "flat3"), (2, "rows"), (4, "rows"), 
 def checkpoint(request, tmp_path_factory) -> Path:
     ranks, layout = request.param
     folder = tmp_path_factory.mktemp(f"{ranks}-{layout}")
-    shared(ranks).run(save, folder, layout)
+    shared_pool(ranks).run(save, folder, layout)
     return folder
 
 
@@ -157,7 +158,7 @@ def checkpoint(request, tmp_path_factory) -> Path:
     ("ranks", "layout"), [(4, "flat5"), (2, "flat6"), (2, "rows"), (2, "whole")]
 )
 def test_whatever_ranks_saved_others_load_in_any_layout_bit_for_bit(checkpoint, ranks, layout):
-    assert shared(ranks).run(load, checkpoint, layout) == [[]] * ranks
+    assert shared_pool(ranks).run(load, checkpoint, layout) == [[]] * ranks
 
 
 def test_one_process_loads_it_whole_and_so_does_plain_pytorch(checkpoint):
@@ -174,7 +175,7 @@ def test_one_process_may_hold_flat_shards_too(tmp_path):
 
 
 def test_an_asynchronous_save_holds_the_moment_of_the_call(tmp_path):
-    shared(2).run(save, tmp_path, "flat1", "async")
+    shared_pool(2).run(save, tmp_path, "flat1", "async")
     assert load(LocalCommunicator(), tmp_path, "whole") == []
 
 
@@ -183,7 +184,7 @@ def test_what_replicas_hold_alike_is_written_once(tmp_path):
         half = flat({"w": torch.arange(30_000.0)}, comm.world.rank % 2, 2, seed=1)
         DcpCheckpointer(folder, comm).save(1, half, {})
 
-    shared(4).run(save_replicas, tmp_path)
+    shared_pool(4).run(save_replicas, tmp_path)
     files = read_manifest(tmp_path / "step-00000001").files
     written = sum(file.size_bytes for name, file in files.items() if name.endswith(".distcp"))
     assert 30_000 * 4 <= written < 30_000 * 4 * 1.1
@@ -207,7 +208,7 @@ def test_what_replicas_hold_alike_is_written_once(tmp_path):
 def test_pieces_that_do_not_make_up_a_tensor_are_refused_by_its_name_on_all_ranks(
     tmp_path, pieces, words
 ):
-    first, second = shared(2).run(refused, tmp_path, pieces)
+    first, second = shared_pool(2).run(refused, tmp_path, pieces)
     assert first == second
     assert "model.w" in first["text"]
     assert words in first["text"]

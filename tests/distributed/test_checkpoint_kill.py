@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-import torsh_trainer.rank
+import torsh_trainer.checkpoint.dcp
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 SEED = int(os.environ.get("KILL_SEED") or secrets.randbelow(2**31))
 """Other moments every time; a failure names it, and the variable KILL_SEED repeats it."""
@@ -178,7 +178,7 @@ class Moment:
         """In the rank, before its life begins."""
         if world.rank == self.rank:
             self._count = 0
-            self._saves = 0 if world.is_main else self.save
+            self._saves = 0 if world.is_rank_zero else self.save
             sys.addaudithook(self._hook)
 
     def _hook(self, event: str, args: tuple[Any, ...]) -> None:
@@ -243,7 +243,7 @@ class Careless(DcpCheckpointer):
 
     def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Path:
         path = super().save(step, state, metrics)
-        if self._comm.world.is_main:
+        if self._comm.world.is_rank_zero:
             aside = self.folder.with_name("aside")
             shutil.move(path, aside)
             path.mkdir()
@@ -266,7 +266,7 @@ def use(checkpointer: type) -> Callable[[World], None]:
     """Ranks that save and load by another class than the run's own."""
 
     def prepare(world: World) -> None:
-        torsh_trainer.rank.DcpCheckpointer = checkpointer  # type: ignore[misc]
+        torsh_trainer.checkpoint.dcp.DcpCheckpointer = checkpointer  # type: ignore[misc]
 
     return prepare
 

@@ -29,8 +29,8 @@ from torsh_trainer.checkpoint.tensors.disk import read_metadata
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
-from torsh_trainer.world import World
 
 
 def build(seed: int) -> nn.Module:

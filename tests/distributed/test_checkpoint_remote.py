@@ -19,7 +19,7 @@ from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.store import stores
 from torsh_trainer.checkpoint.store.integrity import MANIFEST, read_manifest, verify
-from torsh_trainer.checkpoint.store.places import RemotePath, Unreachable, location
+from torsh_trainer.checkpoint.store.places import RemotePath, Unreachable, parse_storage_path
 from torsh_trainer.checkpoint.tensors import disk as stored
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
@@ -76,7 +76,7 @@ _numbers = itertools.count()
 @pytest.fixture
 def folder(options) -> RemotePath:
     """A folder in a bucket that is there, empty."""
-    place = location(f"s3://bucket-{next(_numbers)}/runs/one", options)
+    place = parse_storage_path(f"s3://bucket-{next(_numbers)}/runs/one", options)
     assert isinstance(place, RemotePath)
     with place._asking("use") as (fs, path):
         fs.mkdir(path.partition("/")[0])
@@ -242,14 +242,14 @@ def save_and_die(comm: Communicator, folder: RemotePath, moment: str) -> None:
     saver = checkpointer(comm, folder, keep_last=1)
     saver.claim()
     saver.load(state(comm, 99))
-    if moment == "before any file" and comm.world.is_main:
+    if moment == "before any file" and comm.world.is_rank_zero:
         saver._store.clean = die
         stored.write_tensors = die
     if moment == "one rank's files are missing" and comm.world.rank == 1:
         stored._Writer.write_data = die
-    if moment == "before the manifest" and comm.world.is_main:
+    if moment == "before the manifest" and comm.world.is_rank_zero:
         stores.write_manifest = die
-    if moment == "after the manifest" and comm.world.is_main:
+    if moment == "after the manifest" and comm.world.is_rank_zero:
         saver._store.retire = die
     saver.save(2, state(comm, 2), {})
 
@@ -330,7 +330,7 @@ def test_a_second_run_is_refused_on_every_rank_until_the_first_is_over(ranks, fo
 
 
 def test_a_bucket_that_is_not_there_is_told_before_training_and_not_made(ranks, options):
-    folder = location("s3://no-such-bucket/runs", options)
+    folder = parse_storage_path("s3://no-such-bucket/runs", options)
     first, second = ranks.run(claim, folder)
     assert first == second
     assert first.startswith("Unreachable: cannot ")
@@ -342,7 +342,7 @@ def test_a_server_that_is_not_there_is_no_fresh_start(options):
     gone = {**options, "endpoint_url": "http://127.0.0.1:9", "config_kwargs": {"retries": {}}}
     gone["config_kwargs"] = {"retries": {"max_attempts": 0}, "connect_timeout": 1}
     with pytest.raises(Unreachable, match=r"checkpoint\.storage_options"):
-        alone(location("s3://bucket/run", gone)).find("auto")
+        alone(parse_storage_path("s3://bucket/run", gone)).find("auto")
 
 
 # -- as a user would ------------------------------------------------------------------------------

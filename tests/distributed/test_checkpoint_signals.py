@@ -20,8 +20,8 @@ import pytest
 from torsh_trainer import Callback, CheckpointOptions, Loading, Trainer
 from torsh_trainer.callbacks.base import StepReport
 from torsh_trainer.errors import Interrupted
-from torsh_trainer.signals import PATIENCE_S, Signals
 from torsh_trainer.testing.resuming import SentenceTask
+from torsh_trainer.utils.signals import PATIENCE_S, Signals
 
 HELD = '''
 """A run that is held up at chosen moments, and there tells that it is."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torsh_trainer import comm as tc
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer import distributed as tc
+from torsh_trainer.testing.ranks import shared_pool
 
 SIZES = (2, 4)
 FOLD = {
@@ -36,7 +36,7 @@ def run(world_size, case, *args):
     def with_place(communicator, *args):
         return case(communicator.world.rank, communicator.world.size, *args)
 
-    return shared(world_size).run(with_place, *args)
+    return shared_pool(world_size).run(with_place, *args)
 
 
 def table(world_size, dtype=torch.float32, columns=3):
@@ -383,13 +383,13 @@ def test_the_nccl_names_are_the_same_operation_elsewhere_and_say_so_once(name):
     def case(rank, size, name):
         import logging
 
-        from torsh_trainer.comm import collectives
+        from torsh_trainer.distributed import collectives
 
         collectives._noted.clear()
         notes = []
         handler = logging.Handler()
         handler.emit = lambda record: notes.append(record.getMessage())
-        log = logging.getLogger("torsh_trainer.comm.collectives")
+        log = logging.getLogger("torsh_trainer.distributed.collectives")
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         answers = []

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from torsh_trainer import comm as tc
+from torsh_trainer import distributed as tc
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 
 SIZES = (2, 3, 4)
 OPS = ("sum", "mean", "min", "max", "product")
@@ -19,7 +19,7 @@ def run(world_size, case, *args):
     def with_place(communicator, *args):
         return case(communicator.world.rank, communicator.world.size, *args)
 
-    return shared(world_size).run(with_place, *args)
+    return shared_pool(world_size).run(with_place, *args)
 
 
 def tensors(rank, size):
@@ -70,7 +70,7 @@ def test_a_batch_takes_names_as_well_as_numbers_and_views_that_overlap_keep_thei
 @pytest.mark.parametrize("name", ["ring", "tree", "hierarchical"])
 def test_every_route_of_all_reduce_gives_what_all_reduce_gives(world_size, name):
     def case(rank, size, name):
-        from torsh_trainer.comm.algorithms import ALGORITHMS
+        from torsh_trainer.distributed.algorithms import ALGORITHMS
 
         pairs = []
         for op in OPS:
@@ -95,7 +95,7 @@ def test_every_route_of_all_reduce_gives_what_all_reduce_gives(world_size, name)
 
 def test_hosts_are_found_or_taken_as_told_and_groups_are_made_once():
     def case(rank, size):
-        from torsh_trainer.comm.algorithms import HierarchicalAllReduce
+        from torsh_trainer.distributed.algorithms import HierarchicalAllReduce
 
         found, told = HierarchicalAllReduce(), HierarchicalAllReduce(ranks_per_node=2)
         tensor = torch.tensor([float(rank)])
@@ -118,7 +118,7 @@ def test_hosts_are_found_or_taken_as_told_and_groups_are_made_once():
 @pytest.mark.parametrize("name", ["ring", "tree"])
 def test_a_route_works_in_a_group_of_some(name):
     def case(rank, size, name):
-        from torsh_trainer.comm.algorithms import ALGORITHMS
+        from torsh_trainer.distributed.algorithms import ALGORITHMS
 
         group = tc.new_group([1, 2, 3])
         tensor = torch.full((5,), float(rank))
@@ -209,17 +209,17 @@ def test_values_that_do_not_arrive_are_counted_as_wrong():
     def case(rank, size):
         import torch.distributed as dist
 
-        from torsh_trainer.comm import groups, measuring
-        from torsh_trainer.comm.bench import Plan
+        from torsh_trainer.distributed import measuring, process_group
+        from torsh_trainer.distributed.bench import BenchPlan
 
-        plan = Plan(
+        plan = BenchPlan(
             collectives=("broadcast", "all_gather"), sizes=(700,), iterations=1, seconds=0.1
         )
-        whole = [record["wrong"] for record in measuring.sweep(groups.resolve(), plan)]
+        whole = [record["wrong"] for record in measuring.sweep(process_group.resolve(), plan)]
         broadcast = dist.broadcast
         dist.broadcast = lambda *args, **kwargs: None
         try:
-            broken = [record["wrong"] for record in measuring.sweep(groups.resolve(), plan)]
+            broken = [record["wrong"] for record in measuring.sweep(process_group.resolve(), plan)]
         finally:
             dist.broadcast = broadcast
         return whole, broken

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from torsh_trainer import comm as tc
+from torsh_trainer import distributed as tc
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 
 SIZES = (2, 4)
 STEPS = 3
@@ -21,7 +21,7 @@ def run(world_size, case, *args):
     def with_place(communicator, *args):
         return case(communicator.world.rank, communicator.world.size, *args)
 
-    return shared(world_size).run(with_place, *args)
+    return shared_pool(world_size).run(with_place, *args)
 
 
 def model(seed=0):
@@ -125,7 +125,7 @@ def test_what_a_wrapper_has_reduced_is_not_averaged_again(wrapper, overlap):
     def case(rank, size, wrap, overlap):
         import torch.distributed as dist
 
-        from torsh_trainer.comm import averaging
+        from torsh_trainer.distributed import averaging
 
         module = wrap(model())
         optimizer = tc.DistributedOptimizer(sgd(module), overlap=overlap)
@@ -150,7 +150,7 @@ def test_what_a_wrapper_has_reduced_is_not_averaged_again(wrapper, overlap):
 
 def test_what_was_averaged_by_hand_is_not_averaged_again_until_the_next_backward():
     def case(rank, size):
-        from torsh_trainer.comm import averaging
+        from torsh_trainer.distributed import averaging
 
         module = model()
         optimizer = tc.DistributedOptimizer(sgd(module))

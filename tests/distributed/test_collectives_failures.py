@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torsh_trainer import comm as tc
-from torsh_trainer.comm import attendance, groups
+from torsh_trainer import distributed as tc
+from torsh_trainer.comm import watchdog
 from torsh_trainer.comm.base import CommOptions
+from torsh_trainer.comm.start import create
+from torsh_trainer.distributed import process_group
 from torsh_trainer.errors import TrainingError
-from torsh_trainer.testing.ranks import RankPool, shared
+from torsh_trainer.testing.ranks import RankPool, shared_pool
 
 BRIEF = CommOptions(timeout_s=2.0, startup_timeout_s=60.0)
 
@@ -75,7 +77,7 @@ def differing(communicator, call, check):
 @pytest.mark.parametrize("what", MISMATCHES)
 def test_calls_that_differ_are_named_on_every_rank_before_anything_hangs(what):
     call, words = MISMATCHES[what]
-    for kind, said, total in shared(2).run(differing, call, True):
+    for kind, said, total in shared_pool(2).run(differing, call, True):
         assert kind == "MismatchError"
         assert words in said
         assert total == 2.0
@@ -111,7 +113,9 @@ def test_a_first_call_that_is_not_waited_for_holds_nobody_up():
 
 def test_a_rank_that_is_late_for_a_first_call_is_waited_for_by_the_backend():
     def case(communicator):
-        groups.resolve().timeout_s = 1.0  # a quarter of it is what the others wait for its word
+        process_group.resolve().timeout_s = (
+            1.0  # a quarter of it is what the others wait for its word
+        )
         if communicator.world.rank == 1:
             time.sleep(1.0)
         totals = []
@@ -141,7 +145,7 @@ def test_checks_let_calls_that_fit_through():
             tc.set_check(None)
         return total.item(), len(pieces)
 
-    assert shared(2).run(case) == [(2.0, 3), (2.0, 2)]
+    assert shared_pool(2).run(case) == [(2.0, 3), (2.0, 2)]
 
 
 def missing_one(answers):
@@ -174,7 +178,7 @@ def test_with_checks_it_is_named_before_the_backend_gives_up(away):
         if communicator.world.rank == 1:
             away.until_noticed_by(2)
             return None
-        groups.resolve().timeout_s = 2.0  # the group's own is a minute
+        process_group.resolve().timeout_s = 2.0  # the group's own is a minute
         tc.set_check(True)
         answer = told(lambda: tc.all_reduce(torch.ones(1)))
         away.noticed(communicator.world.rank)
@@ -204,9 +208,9 @@ def left_by_rank_0(world, leave, done):
     The pool's own rank 0 only looks after that one.
     """
     if world.rank:
-        attendance._ANSWER_S = 1.0
+        watchdog._ANSWER_S = 1.0
         try:
-            communicator = tc.create(world, BRIEF, torch.device("cpu"))
+            communicator = create(world, BRIEF, torch.device("cpu"))
             communicator.barrier()
             return told(lambda: communicator.all_reduce(torch.ones(1)))
         finally:
@@ -214,7 +218,7 @@ def left_by_rank_0(world, leave, done):
     main = os.fork()
     if main == 0:
         try:
-            tc.create(world, BRIEF, torch.device("cpu")).barrier()
+            create(world, BRIEF, torch.device("cpu")).barrier()
             leave()
         finally:
             os._exit(0)

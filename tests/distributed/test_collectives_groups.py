@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torsh_trainer import comm as tc
+from torsh_trainer import distributed as tc
 from torsh_trainer.errors import ResourceError
 from torsh_trainer.testing.ranks import RankPool
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +14,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from torsh_trainer import DataSource, Loading, OptimizerSpec, Task, Trainer, registry
-from torsh_trainer import comm as tc
-from torsh_trainer.comm import attendance, create
+from torsh_trainer import DataSource, Loading, OptimizerSpec, Task, Trainer
+from torsh_trainer import distributed as tc
+from torsh_trainer.comm import create, watchdog
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.errors import TorshError
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.testing.ranks import RankPool, shared
-from torsh_trainer.trainer import run_in
+from torsh_trainer.testing.plugins import install_plugin
+from torsh_trainer.testing.ranks import RankPool, shared_pool
+from torsh_trainer.training.trainer import run_in
 
 CPU = torch.device("cpu")
 BRIEF = CommOptions(timeout_s=2.0, startup_timeout_s=60.0)
@@ -40,8 +43,12 @@ def told(call: Any) -> tuple[str, str, dict[str, Any]]:
 # -- meeting --------------------------------------------------------------------------------------
 
 
-def waits_for_all(world, store) -> None:
-    """A plugin that does what MPI's library does when it is initialised."""
+PATIENT = """
+import torch
+
+
+def waits_for_all(world, store):
+    '''A plugin that does what MPI's library does when it is initialised.'''
     store.set(f"initialised {world.rank}", "")
     store.wait([f"initialised {rank}" for rank in range(world.size)])
 
@@ -49,11 +56,15 @@ def waits_for_all(world, store) -> None:
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout)
 
     torch.distributed.Backend.register_backend("patient", make, devices=["cpu"])
+"""
 
 
-def installed() -> None:
-    registry.backends = lambda: {"patient": f"{__name__}:waits_for_all"}
-    registry.load = lambda reference: waits_for_all
+def installed(folder: Path):
+    return install_plugin(
+        folder,
+        entry_points={"torsh_trainer.backends": {"patient": "patient_backend:waits_for_all"}},
+        modules={"patient_backend": PATIENT},
+    )
 
 
 def meeting(world, *, on_missing: str = "error", startup_timeout_s: float = 20.0):
@@ -61,18 +72,18 @@ def meeting(world, *, on_missing: str = "error", startup_timeout_s: float = 20.0
     return create(world, options, CPU)
 
 
-def test_a_plugin_that_waits_for_all_is_loaded_only_where_all_have_it():
+def test_a_plugin_that_waits_for_all_is_loaded_only_where_all_have_it(tmp_path):
     def case(world):
-        if world.rank == 0:
-            installed()
-        kind, words, _ = told(lambda: meeting(world))
-        comm = meeting(world, on_missing="fallback")
-        backend = comm.backend
-        comm.close()
-        installed()
-        comm = meeting(world)
-        total = torch.ones(1)
-        comm.all_reduce(total)
+        folder = tmp_path / f"rank-{world.rank}"
+        with installed(folder) if world.rank == 0 else contextlib.nullcontext():
+            kind, words, _ = told(lambda: meeting(world))
+            comm = meeting(world, on_missing="fallback")
+            backend = comm.backend
+            comm.close()
+        with installed(folder):
+            comm = meeting(world)
+            total = torch.ones(1)
+            comm.all_reduce(total)
         return kind, words, backend, comm.backend, total.item()
 
     with RankPool(2, join=False) as pool:
@@ -82,13 +93,13 @@ def test_a_plugin_that_waits_for_all_is_loaded_only_where_all_have_it():
             assert (fallback, backend, total) == ("gloo", "patient", 2.0)
 
 
-def test_a_plugin_that_waits_for_all_does_not_hide_who_never_arrived(away):
+def test_a_plugin_that_waits_for_all_does_not_hide_who_never_arrived(away, tmp_path):
     def case(world):
-        installed()
         if world.rank == 1:
             away.until_noticed_by(1)
             return "", "", {}
-        answer = told(lambda: meeting(world, startup_timeout_s=1.0))
+        with installed(tmp_path):
+            answer = told(lambda: meeting(world, startup_timeout_s=1.0))
         away.noticed(world.rank)
         return answer
 
@@ -109,7 +120,7 @@ def test_a_communicator_names_the_rank_that_does_not_come(away):
             work.wait()
 
     def case(comm):
-        attendance.GRACE_S = 1.0
+        watchdog.GRACE_S = 1.0
         comm.barrier()  # nobody else is late, however busy the machine is
         if comm.world.rank == 1:
             away.until_noticed_by(2)
@@ -130,7 +141,7 @@ def test_a_communicator_names_the_rank_that_does_not_come(away):
 
 def test_a_part_of_the_job_waits_no_longer_than_the_whole(away):
     def case(comm):
-        attendance.GRACE_S = 1.0
+        watchdog.GRACE_S = 1.0
         part = comm.split([0, 1])
         comm.barrier()
         if comm.world.rank != 0:
@@ -158,14 +169,14 @@ def test_where_each_rank_waits_is_told_when_one_alone_enters_a_barrier(apart):
         comm.barrier()
 
         def alone():
-            with attendance.named(comm.process_group, longer="more time"):
+            with watchdog.explain_failures(comm.process_group, longer="more time"):
                 in_the_barrier_alone()
 
         def together():
             part.all_reduce(torch.ones(1))
 
         # Each names the other's place, so the one that gives up first has to wait for the other.
-        attendance.GRACE_S = 10.0 if not apart else 3.0
+        watchdog.GRACE_S = 10.0 if not apart else 3.0
         return told(alone if comm.world.rank == 0 else together)
 
     with RankPool(2, options=BRIEF) as pool:
@@ -210,7 +221,7 @@ class Odd(Task):
 
 
 def trained(world, strategy: Strategy, kind: str, folder, options: CommOptions = CommOptions()):
-    attendance.GRACE_S = 1.0
+    watchdog.GRACE_S = 1.0
     trainer = Trainer(
         task=Odd(kind, world.rank),
         strategy=strategy,
@@ -249,7 +260,7 @@ def test_so_are_those_that_wrap_different_models():
     def case(comm):
         return told(lambda: tc.DistributedDataParallel(nn.Linear(2, 2 + comm.world.rank)))
 
-    for name, words, _ in shared(2).run(case):
+    for name, words, _ in shared_pool(2).run(case):
         assert name == "MismatchError"
         assert "rank 0: weight float32 [2, 2]; rank 1: weight float32 [3, 2]" in words
 

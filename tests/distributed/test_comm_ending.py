@@ -15,7 +15,7 @@ from torsh_trainer.comm.ending import settle
 HOLDS_ITS_GROUP = """
 import sys
 import torch, torch.distributed as dist
-from torsh_trainer.comm import InitMethod, init_process_group
+from torsh_trainer.distributed import InitMethod, init_process_group
 init_process_group("gloo", InitMethod.file(sys.argv[1]), world_size=2, rank=int(sys.argv[2]))
 group = dist.group.WORLD
 sys.setswitchinterval(100)  # gloo's threads get Python when this thread ends, and not before
@@ -31,7 +31,7 @@ OWNED_BY_DDP = """
 import sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torsh_trainer.comm import destroy_process_group, init_process_group
+from torsh_trainer.distributed import destroy_process_group, init_process_group
 sys.setswitchinterval(100)
 for _ in range(50):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

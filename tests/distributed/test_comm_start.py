@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torsh_trainer.comm import create
+from torsh_trainer.comm import create, devices
 from torsh_trainer.comm.base import CommOptions
+from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.world import Rendezvous, World
 
 CPU = torch.device("cpu")
 BRIEF = CommOptions(timeout_s=20.0, startup_timeout_s=20.0)
@@ -323,3 +323,52 @@ def test_a_time_that_is_not_positive_is_refused(name):
 def test_a_word_that_on_missing_does_not_know_is_refused():
     with pytest.raises(ConfigError, match=r"comm.on_missing=ignore"):
         CommOptions(on_missing="ignore")
+
+
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_two_ranks_on_one_gpu_are_refused_unless_gloo_is_asked_for(ranks, backend):
+    def case(world):
+        devices.identify = lambda device: "GPU-7b61"
+        sums = []
+        error = error_of(
+            lambda: sums.append(add_ranks(create(world, replace(BRIEF, backend=backend), CPU)))
+        )
+        return sums, error
+
+    for sums, (kind, words, facts) in ranks.run(case):
+        if backend == "gloo":
+            assert (sums, kind) == ([3.0], "")
+            continue
+        assert kind == "ConfigError"
+        assert words.startswith("ranks 0, 1 compute on one GPU, GPU-7b61")
+        assert facts["ranks"] == [0, 1]
+
+
+def register_device_ring() -> None:
+    """As NCCL, it takes no tensors of the CPU."""
+
+    def make(store, rank, size, timeout):
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    dist.Backend.register_backend("devicering", make, devices=["cuda"])
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_python_numbers_are_reduced_past_the_device(ranks, port, adopted):
+    def case(world, port):
+        register_device_ring()
+        if adopted:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            dist.init_process_group("devicering", rank=world.rank, world_size=world.size)
+        comm = create(world, replace(BRIEF, backend="devicering"), CPU)
+        later = comm.begin_sum(world.rank + 0.5)
+        largest = comm.reduce_values([world.rank, -world.rank], op="max")
+        mean = comm.reduce_values([float(world.rank)], op="mean")
+        on_device = error_of(lambda: add_ranks(comm))[1]
+        comm.close()
+        left = dist.is_initialized()
+        if adopted:
+            dist.destroy_process_group()
+        return later(), largest, mean, "cpu" in on_device, left
+
+    assert ranks.run(case, port) == [(2.0, [1.0, 0.0], [0.5], True, adopted)] * 2

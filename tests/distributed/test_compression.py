@@ -37,7 +37,7 @@ from torsh_trainer.comm.compression import (
 from torsh_trainer.comm.compression.powersgd import LowRank
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.strategies.compressing import CompressedBuckets
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 
 SHAPES = {"a": (60, 40), "small": (7,), "b": (1001,), "c": (60, 40)}
 METHODS: dict[str, Compressing] = {
@@ -122,7 +122,7 @@ def true_mean(step: int, size: int) -> Tensor:
 @pytest.mark.parametrize("name", METHODS)
 def test_what_was_sent_and_what_is_owed_add_up_on_identical_ranks(name: str, size: int) -> None:
     knobs = METHODS[name]
-    ranks = shared(size).run(reduced, knobs)
+    ranks = shared_pool(size).run(reduced, knobs)
     for other in ranks[1:]:
         assert all(map(torch.equal, other.results, ranks[0].results))
     sent = torch.stack(ranks[0].results).double().sum(0)
@@ -139,7 +139,7 @@ def test_what_was_sent_and_what_is_owed_add_up_on_identical_ranks(name: str, siz
 
 @pytest.mark.parametrize("name", ["topk", "randomk", "threshold", "int8", "int4", "onebit"])
 def test_without_its_residual_a_method_loses_what_it_did_not_send(name: str) -> None:
-    ranks = shared(2).run(reduced, METHODS[name], 3, None, True)
+    ranks = shared_pool(2).run(reduced, METHODS[name], 3, None, True)
     sent = torch.stack(ranks[0].results).double().sum(0)
     given = sum(true_mean(step, 2) for step in range(3))
     assert (sent - given).abs().max() > 1e-3
@@ -148,7 +148,7 @@ def test_without_its_residual_a_method_loses_what_it_did_not_send(name: str) -> 
 @pytest.mark.parametrize("name", ["topk", "randomk", "threshold"])
 def test_a_sparse_method_sends_values_bit_for_bit_and_keeps_the_rest_so(name: str) -> None:
     knobs = METHODS[name]
-    first = shared(2).run(reduced, knobs, 1)
+    first = shared_pool(2).run(reduced, knobs, 1)
     sent = []
     for rank, found in enumerate(first):
         corrected, owed = gradient(rank, 0), flat_of(found.residuals)
@@ -163,7 +163,7 @@ def test_a_sparse_method_sends_values_bit_for_bit_and_keeps_the_rest_so(name: st
 
 
 def test_top_k_sends_the_largest_of_each_parameter() -> None:
-    for rank, found in enumerate(shared(2).run(reduced, METHODS["topk"], 1)):
+    for rank, found in enumerate(shared_pool(2).run(reduced, METHODS["topk"], 1)):
         parts = dict(
             zip(
                 SHAPES,
@@ -180,7 +180,7 @@ def test_top_k_sends_the_largest_of_each_parameter() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_how_buckets_are_cut_changes_nothing(name: str) -> None:
     whole, cut = (
-        shared(2).run(reduced, METHODS[name], 3, cuts)
+        shared_pool(2).run(reduced, METHODS[name], 3, cuts)
         for cuts in (None, [["c", "small"], ["b"], ["a"]])
     )
     if name == "powersgd":  # torch multiplies matrices of one shape together
@@ -204,20 +204,20 @@ def test_bytes_are_those_of_the_formats() -> None:
     }
     plain = 4 * 7  # the small one, summed by two ranks: as much as it has
     for name, payload in payloads.items():
-        for found in shared(2).run(reduced, METHODS[name], 1):
+        for found in shared_pool(2).run(reduced, METHODS[name], 1):
             over = found.sent_bytes - plain - payload
             assert 0 <= over <= 8 + 3 * 7, (name, over)  # a header, and each part aligned
             assert found.received_bytes == found.sent_bytes
     sums = {"fp16": 2 * sum(counts), "bf16": 2 * sum(counts), "randomk": 4 * (120 + 50 + 120 + 1)}
     for size in (2, 4):
         for name, payload in sums.items():
-            for found in shared(size).run(reduced, METHODS[name], 1):
+            for found in shared_pool(size).run(reduced, METHODS[name], 1):
                 moved = 2 * (size - 1) / size
                 assert found.sent_bytes == int(moved * payload) + int(moved * plain)
 
 
 def test_a_vote_is_the_sign_that_most_see_times_the_mean_magnitude() -> None:
-    ranks = shared(4).run(reduced, METHODS["signsgd"], 1)
+    ranks = shared_pool(4).run(reduced, METHODS["signsgd"], 1)
     sizes = [math.prod(shape) for shape in SHAPES.values()]
     by_rank = [gradient(rank, 0).split(sizes) for rank in range(4)]
     for number, (name, found) in enumerate(
@@ -235,7 +235,7 @@ def test_a_vote_is_the_sign_that_most_see_times_the_mean_magnitude() -> None:
 def test_without_a_residual_it_is_right_in_expectation(name: str) -> None:
     knobs = dataclasses.replace(METHODS[name], memory="none")
     draws = 600
-    means = shared(2).run(mean_of_draws, knobs, draws)
+    means = shared_pool(2).run(mean_of_draws, knobs, draws)
     assert torch.equal(means[0], means[1])
     truth = true_mean(0, 2)
     each = torch.stack([gradient(rank, 0) for rank in range(2)]).double()
@@ -247,7 +247,7 @@ def test_without_a_residual_it_is_right_in_expectation(name: str) -> None:
         deviation = (step / 2 / math.sqrt(2)).expand(truth.shape)
     # 6 standard deviations of the mean of independent draws, and what fp32 rounds.
     assert ((means[0] - truth).abs() <= 6 * deviation / math.sqrt(draws) + 1e-4).all()
-    with_memory = shared(2).run(
+    with_memory = shared_pool(2).run(
         mean_of_draws, dataclasses.replace(METHODS["topk"], memory="none"), 5
     )
     assert (with_memory[0] - truth).abs().max() > 0.3, "top-k claims nothing of the kind"
@@ -268,7 +268,7 @@ def mean_of_draws(comm: Communicator, knobs: Compressing, draws: int) -> Tensor:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_warm_up_sends_plain_gradients_for_as_many_steps(name: str) -> None:
     knobs = dataclasses.replace(METHODS[name], warmup_steps=2)
-    ranks = shared(2).run(reduced, knobs)
+    ranks = shared_pool(2).run(reduced, knobs)
     for step in (0, 1):
         plain = (gradient(0, step) + gradient(1, step)) / 2
         assert torch.equal(ranks[0].results[step], plain)
@@ -281,7 +281,7 @@ def test_what_is_excluded_travels_as_it_is() -> None:
     plain = (gradient(0, 0) + gradient(1, 0)) / 2
     names = [name for name in SHAPES for _ in range(math.prod(SHAPES[name]))]
     small = torch.tensor([name == "small" for name in names])
-    found = shared(2).run(reduced, knobs, 1)[0]
+    found = shared_pool(2).run(reduced, knobs, 1)[0]
     assert torch.equal(found.results[0][~small], plain[~small])
     assert not torch.equal(found.results[0][small], plain[small])
     assert set(found.residuals) == {"small"}
@@ -296,9 +296,9 @@ def refusal(comm: Communicator, knobs: Compressing, dtype: torch.dtype) -> str:
 
 
 def test_a_pattern_that_matches_nothing_and_a_dtype_that_cannot_be_taken_are_refused() -> None:
-    (words, _) = shared(2).run(refusal, TopK(exclude=("*.bias",)), torch.float32)
+    (words, _) = shared_pool(2).run(refusal, TopK(exclude=("*.bias",)), torch.float32)
     assert "compression.exclude: the pattern '*.bias' matches no parameter" in words
-    (words, _) = shared(2).run(refusal, TopK(), torch.float64)
+    (words, _) = shared_pool(2).run(refusal, TopK(), torch.float64)
     assert words.startswith("compression=topk cannot take gradients in float64, and a has such")
 
 
@@ -309,7 +309,7 @@ def test_a_pattern_that_matches_nothing_and_a_dtype_that_cannot_be_taken_are_ref
 def test_a_gradient_that_is_not_finite_shows_on_every_rank_and_spoils_no_residual(
     name: str,
 ) -> None:
-    for broken, before, after, later in shared(2).run(overflow, METHODS[name]):
+    for broken, before, after, later in shared_pool(2).run(overflow, METHODS[name]):
         assert not math.isfinite(float(broken.sum()))
         assert later.isfinite().all()
         if before is not None:
@@ -336,7 +336,7 @@ def overflow(
 
 
 def test_a_loss_scale_changes_nothing_but_the_unit() -> None:
-    for plain, scaled in shared(2).run(scaled_steps):
+    for plain, scaled in shared_pool(2).run(scaled_steps):
         assert all(map(torch.equal, plain, scaled))
 
 
@@ -359,7 +359,7 @@ def scaled_steps(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def test_powersgd_is_torchs_hook_with_its_error_feedback() -> None:
-    for ours, theirs in shared(2).run(both_powersgd):
+    for ours, theirs in shared_pool(2).run(both_powersgd):
         for one, other in zip(ours, theirs, strict=True):
             assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
 
@@ -413,12 +413,12 @@ def both_powersgd(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
 
 def test_powersgd_of_full_rank_loses_nothing() -> None:
     knobs = dataclasses.replace(METHODS["powersgd"], rank=40, min_compression_rate=0.5)
-    found = shared(2).run(reduced, knobs, 1)[0]
+    found = shared_pool(2).run(reduced, knobs, 1)[0]
     assert torch.allclose(found.results[0].double(), true_mean(0, 2), atol=1e-5)
 
 
 def test_powersgd_goes_on_from_its_factors_in_another_layout() -> None:
-    for factors, resumed in shared(2).run(relaid):
+    for factors, resumed in shared_pool(2).run(relaid):
         assert set(factors) == {"a", "c"}
         for name in factors:
             assert torch.equal(factors[name], resumed[name])
@@ -461,8 +461,8 @@ def relaid(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_what_ranks_owe_survives_a_checkpoint_on_any_number_of_ranks(
     before: int, after: int, tmp_path: Path
 ) -> None:
-    saved = shared(before).run(save_residuals, tmp_path)
-    found = shared(after).run(load_residuals, tmp_path)
+    saved = shared_pool(before).run(save_residuals, tmp_path)
+    found = shared_pool(after).run(load_residuals, tmp_path)
     for name in ("a", "b"):
         owed = torch.stack([rank[name] for rank in saved]).double().mean(0)
         taken = torch.stack([rank[name] for rank in found]).double().mean(0)
@@ -526,7 +526,7 @@ def load_residuals(comm: Communicator, folder: Path) -> dict[str, Any]:
 
 
 def test_a_plain_ddp_takes_a_compressor() -> None:
-    for compressed, excluded, steps, same in shared(2).run(plain_ddp):
+    for compressed, excluded, steps, same in shared_pool(2).run(plain_ddp):
         assert same
         assert steps == 2  # the third has not begun
         assert compressed == 3 * 2
@@ -554,7 +554,7 @@ def plain_ddp(comm: Communicator) -> tuple[int, bool, int, bool]:
 
 
 def test_with_compression_returns_the_same_ddp_and_refuses_what_would_lose_a_residual() -> None:
-    for same, words in shared(2).run(attached):
+    for same, words in shared_pool(2).run(attached):
         assert same
         assert "find_unused_parameters" in words
         assert "compression.memory=none" in words

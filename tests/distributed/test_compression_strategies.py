@@ -29,16 +29,16 @@ from torsh_trainer.comm.compression import (
 )
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.precision import LossScaling, Precision
+from torsh_trainer.optim.precision import LossScaling, Precision
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import Leg, SentenceTask, differences, live, lives, saving
 from torsh_trainer.testing.tiny import TinyModelOptions
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.trainer import Trainer
 
 STEPS = 6
 SMALL = 0.0005  # MiB: six buckets of the tiny model
@@ -89,7 +89,9 @@ def journey(
     made: Trainer, size: int, folder: Path, stops: tuple[int | None, ...] = (STEPS,)
 ) -> list[Leg]:
     options = saving(folder / "-".join(map(str, stops)), keep_last=1)
-    return shared(size).run(lives, dataclasses.replace(made, checkpoint=options), folder, stops)
+    return shared_pool(size).run(
+        lives, dataclasses.replace(made, checkpoint=options), folder, stops
+    )
 
 
 def same(found: Leg, expected: Leg) -> None:
@@ -207,8 +209,8 @@ def go_on(
 ) -> tuple[list[Leg], list[Leg]]:
     """Three steps on ``size`` ranks, and what is left of six on ``on``."""
     options = saving(folder)
-    first = shared(size).run(leg, dataclasses.replace(before, checkpoint=options), folder, 3)
-    second = shared(on).run(leg, dataclasses.replace(after, checkpoint=options), folder, None)
+    first = shared_pool(size).run(leg, dataclasses.replace(before, checkpoint=options), folder, 3)
+    second = shared_pool(on).run(leg, dataclasses.replace(after, checkpoint=options), folder, None)
     return first, second
 
 
@@ -265,7 +267,7 @@ def test_evaluation_needs_no_residuals(tmp_path: Path) -> None:
         compression=NoCompression(),
         checkpoint=saving(tmp_path / str(STEPS)),
     )
-    assert shared(2).run(evaluated, looking, tmp_path) == [True, True]
+    assert shared_pool(2).run(evaluated, looking, tmp_path) == [True, True]
 
 
 def evaluated(comm: Communicator, made: Trainer, folder: Path) -> bool:
@@ -349,7 +351,7 @@ REFUSED: dict[str, tuple[Trainer, list[str]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_honoured_is_refused_in_one_error(case: str, tmp_path: Path) -> None:
     made, words = REFUSED[case]
-    for found in shared(2).run(refusal, made, tmp_path):
+    for found in shared_pool(2).run(refusal, made, tmp_path):
         assert all(word in found for word in words), found
 
 
@@ -365,9 +367,9 @@ def refusal(comm: Communicator, made: Trainer, folder: Path) -> str:
 def test_one_process_says_that_it_compresses_nothing_and_trains(
     strategy: Strategy, tmp_path: Path
 ) -> None:
-    (words, norms), *_ = shared(1).run(alone, trainer(TopK(), strategy), tmp_path / "a")
+    (words, norms), *_ = shared_pool(1).run(alone, trainer(TopK(), strategy), tmp_path / "a")
     assert words == ["compression=topk does nothing here: one process sends no gradients"]
-    (_, plain), *_ = shared(1).run(alone, trainer(NoCompression(), strategy), tmp_path / "b")
+    (_, plain), *_ = shared_pool(1).run(alone, trainer(NoCompression(), strategy), tmp_path / "b")
     assert norms == plain
 
 

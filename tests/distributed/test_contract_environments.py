@@ -5,8 +5,8 @@ from typing import ClassVar
 from torsh_trainer.environments.openmpi import OpenMPI
 from torsh_trainer.environments.slurm import Slurm
 from torsh_trainer.environments.torchrun import Torchrun
+from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.testing import EnvironmentContract
-from torsh_trainer.world import Rendezvous, World
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Clip
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.testing.ranks import RankFailure

@@ -21,10 +21,10 @@ from torsh_trainer.checkpoint.rng import rng_state
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.data.sameness import Reader, check_same_data
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import run_in
 
 X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True)

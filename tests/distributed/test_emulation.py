@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from torsh_trainer.emulation.common import PhantomStep
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import BatchPlan, Job
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
@@ -18,8 +19,8 @@ from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.testing.tiny import TinyData, TinyModelOptions, TinyTask
 
@@ -30,7 +31,7 @@ SCENARIO = Scenario(data=TinyData(steps=2, accumulate=3), precision=HELD)
 
 def trained(comm, strategy, scenario):
     """Parameters before the first step, and after all."""
-    driver, outcome = Driver(comm, strategy, scenario), Outcome()
+    driver, outcome = Driver(comm, strategy, scenario), TrainingOutcome()
     first = whole_state(driver.engine.state_dict(), comm)["model"]
     first = {name: value.clone() for name, value in first.items()}
     for number in range(scenario.data.steps):
@@ -65,7 +66,7 @@ def test_gradients_held_in_bf16_add_up_in_bf16(strategy):
     expected = plain(SCENARIO, 2)
     wide = replace(SCENARIO, precision=BF16)
     (_, found), (_, other) = (
-        shared(2).run(trained, strategy, scenario)[0] for scenario in (SCENARIO, wide)
+        shared_pool(2).run(trained, strategy, scenario)[0] for scenario in (SCENARIO, wide)
     )
     for name, value in expected.items():
         if isinstance(strategy, DDP):  # FSDP2 has reduced every micro-batch by itself
@@ -78,7 +79,7 @@ def test_a_rounded_start_is_what_forward_computes_with():
     scenario = replace(SCENARIO, precision=replace(HELD, rounded_start=True))
     weights = dict(scenario.task.build_model().named_parameters())
     for strategy in (DDP(), FSDP(reduce_every_micro_batch=True)):
-        first, _ = shared(2).run(trained, strategy, scenario)[0]
+        first, _ = shared_pool(2).run(trained, strategy, scenario)[0]
         assert all(torch.equal(first[n], w.bfloat16().float()) for n, w in weights.items())
         assert any(not torch.equal(first[n], w) for n, w in weights.items())
 
@@ -99,7 +100,7 @@ def test_linear_layers_round_their_product_where_asked_to():
     alike = []
     for rounded in (True, False):
         precision = replace(BF16, rounded_products=rounded)
-        found, twice = shared(2).run(rounded_once, precision)[0]
+        found, twice = shared_pool(2).run(rounded_once, precision)[0]
         alike.append(torch.equal(found, twice))
     assert alike == [True, False]
 
@@ -107,7 +108,7 @@ def test_linear_layers_round_their_product_where_asked_to():
 def phantom(comm, strategy, lr, keeps_state=True):
     task = TinyTask(optimizer="adamw")
     plan = BatchPlan(comm.world.size, 1, 1, comm.world.size)
-    job = Job(task, task.build_model, plan, phantom_lr=lr, phantom_state=keeps_state)
+    job = Job(task, task.build_model, plan, emulation=PhantomStep(lr, keeps_state=keeps_state))
     engine = strategy.prepare(job, comm)
     state = whole_state(engine.state_dict(), comm)
     rates = [group["lr"] for group in engine.optimizers["main"].param_groups]
@@ -128,7 +129,7 @@ def test_a_phantom_step_decays_weights_and_counts_but_keeps_the_rate(strategy):
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    found, rates, steps = shared(2).run(phantom, strategy, 0.25)[0]
+    found, rates, steps = shared_pool(2).run(phantom, strategy, 0.25)[0]
     assert rates == kept
     assert steps == {1.0}
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters())
@@ -136,9 +137,9 @@ def test_a_phantom_step_decays_weights_and_counts_but_keeps_the_rate(strategy):
 
 @pytest.mark.parametrize("strategy", [DDP(), DDP(zero1=True)])
 def test_a_phantom_step_may_forget_the_optimizers_state(strategy):
-    kept, _, steps = shared(2).run(phantom, strategy, 0.25)[0]
+    kept, _, steps = shared_pool(2).run(phantom, strategy, 0.25)[0]
     assert steps == {1.0}
-    forgot, _, none = shared(2).run(phantom, strategy, 0.25, False)[0]
+    forgot, _, none = shared_pool(2).run(phantom, strategy, 0.25, False)[0]
     assert none <= {0.0}
     assert all(torch.equal(forgot[name], value) for name, value in kept.items())
 
@@ -147,7 +148,7 @@ def test_gradients_are_added_up_over_processes_where_asked_to():
     scenario = Scenario(data=TinyData(steps=2))
     expected = reference.train(scenario, 2, gradient_scale=2.0).parameters
     for strategy in (DDP(op="sum"), DDP(op="sum", overlap=False)):
-        _, last = shared(2).run(trained, strategy, scenario)[0]
+        _, last = shared_pool(2).run(trained, strategy, scenario)[0]
         same_tensors(last, expected, FP32.parameters, "parameters")
     with pytest.raises(ConfigError, match="op=max is unknown"):
         DDP(op="max")
@@ -167,7 +168,7 @@ def test_unused_parameters_decay_where_they_get_gradients_of_zero():
     for zeroed in (True, False):
         knobs = {"zero_unused": zeroed}
         for strategy in (DDP(find_unused_parameters=True, **knobs), FSDP(**knobs)):
-            first, last = shared(2).run(trained, strategy, scenario)[0]
+            first, last = shared_pool(2).run(trained, strategy, scenario)[0]
             for name, value in expected.items():
                 if zeroed:
                     assert torch.allclose(last[name], value)
@@ -192,7 +193,7 @@ def refused(comm, strategy, scenario):
 
 @pytest.mark.parametrize("strategy", [Gloo(), FSDP()])
 def test_who_cannot_hold_gradients_so_refuses_by_name(strategy):
-    for words in shared(2).run(refused, strategy, SCENARIO):
+    for words in shared_pool(2).run(refused, strategy, SCENARIO):
         assert "cannot honour precision.gradients=bf16" in words
 
 

@@ -16,16 +16,16 @@ from torsh_trainer.callbacks.base import Callback, StepReport
 from torsh_trainer.comm.compression import NoCompression, TopK
 from torsh_trainer.comm.compression.base import Compression
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import Leg, SentenceTask, differences, lives, saving
 from torsh_trainer.testing.tiny import TinyModel
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.trainer import Trainer
 
 STEPS, FREED_AT, FROZEN_AT = 6, 2, 4
 SMALL = 0.0005  # MiB: several buckets
@@ -97,7 +97,7 @@ def journey(
         checkpoint=saving(folder / "-".join(map(str, stops)), keep_last=1),
         **knobs,
     )
-    return shared(size).run(lives, made, folder, stops)
+    return shared_pool(size).run(lives, made, folder, stops)
 
 
 def near(one: Any, other: Any) -> None:

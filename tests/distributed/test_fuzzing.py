@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torsh_trainer.testing.fuzzing.drawing import draw
-from torsh_trainer.testing.fuzzing.plain import Curve, train_plainly
+from torsh_trainer.testing.fuzzing.plain import TrainingTrace, train_plainly
 from torsh_trainer.testing.fuzzing.record import read_record, write_range
 from torsh_trainer.testing.fuzzing.trial import Fuzzer, compare
 
@@ -75,12 +75,12 @@ def test_ranges_add_up_and_one_tried_again_replaces_its_own(tmp_path):
 
 
 def test_only_steps_made_of_rounding_are_left_out_and_only_where_they_are_divided_by_it():
-    right = Curve(norms={1: 1.0}, parameters={"bias": torch.zeros(4)})
+    right = TrainingTrace(norms={1: 1.0}, parameters={"bias": torch.zeros(4)})
     right.slopes["bias"] = torch.tensor([1e-9, 0.5, 0.0, 1e-9])
-    noise = Curve(norms={1: 1.0}, parameters={"bias": torch.tensor([0.1, 0.0, 0.0, -0.1])})
+    noise = TrainingTrace(norms={1: 1.0}, parameters={"bias": torch.tensor([0.1, 0.0, 0.0, -0.1])})
     assert compare(noise, right, divides=True)[0] == 0.0
     assert compare(noise, right)[0] == pytest.approx(1.0)
     for place in (1, 2):  # a slope that says something, and one of nothing at all
-        wrong = Curve(norms={1: 1.0}, parameters={"bias": torch.zeros(4)})
+        wrong = TrainingTrace(norms={1: 1.0}, parameters={"bias": torch.zeros(4)})
         wrong.parameters["bias"][place] = 0.1
         assert compare(wrong, right, divides=True)[0] == pytest.approx(1.0)

@@ -17,8 +17,8 @@ from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import cases, reference
 from torsh_trainer.testing.compare import FP32, FP32_ADAM, same_tensors
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import VOCABULARY, WIDTH, TinyData, TinyTask
 
 WEIGHTS = ["penalty on weights", "share of weights", "weights in numbers"]
@@ -70,11 +70,13 @@ class WithinTask(TinyTask):
         return loss
 
 
-def train(comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str) -> Outcome | str:
+def train(
+    comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str
+) -> TrainingOutcome | str:
     """The outcome, or the words of what refused it in the first step."""
     task = WithinTask(kind, scenario.optimizer)
     driver = cases.Driver(comm, strategy, scenario, task=task)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         try:
             driver.step(number, outcome)
@@ -91,8 +93,8 @@ def test_they_train_as_in_plain_pytorch(strategy: Strategy, kind: str, optimizer
     scenario = Scenario(optimizer=optimizer, clip=clip, data=TinyData(accumulate=2))
     expected = reference.train(scenario, 2, task=WithinTask(kind, optimizer))
     bound = FP32 if optimizer == "sgd" else FP32_ADAM
-    for outcome in shared(2).run(train, strategy, scenario, kind):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(2).run(train, strategy, scenario, kind):
+        assert isinstance(outcome, TrainingOutcome), outcome
         same_tensors(outcome.parameters, expected.parameters, bound.parameters, "parameters")
 
 
@@ -100,14 +102,14 @@ def test_they_train_as_in_plain_pytorch(strategy: Strategy, kind: str, optimizer
 def test_a_first_gradient_alone_trains_where_parameters_are_cut(strategy: Strategy) -> None:
     scenario = Scenario(clip=Clip(), data=TinyData(accumulate=2))
     expected = reference.train(scenario, 2, task=WithinTask("adversary"))
-    for outcome in shared(2).run(train, strategy, scenario, "adversary"):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(2).run(train, strategy, scenario, "adversary"):
+        assert isinstance(outcome, TrainingOutcome), outcome
         same_tensors(outcome.parameters, expected.parameters, FP32.parameters, "parameters")
 
 
 @pytest.mark.parametrize("strategy", [FSDP(), FSDP(reshard_after_forward=False)], ids=str)
 def test_a_gradient_of_a_gradient_is_refused_where_parameters_are_cut(strategy: Strategy) -> None:
-    for words in shared(2).run(train, strategy, Scenario(), "penalty on gradients"):
+    for words in shared_pool(2).run(train, strategy, Scenario(), "penalty on gradients"):
         assert isinstance(words, str)
         assert words.startswith("step 0: strategy=fsdp cannot take a gradient with create_graph")
         assert "strategy.find_unused_parameters=true" in words
@@ -115,7 +117,7 @@ def test_a_gradient_of_a_gradient_is_refused_where_parameters_are_cut(strategy: 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_shards_in_a_loss_are_named_in_the_first_step(kind: str) -> None:
-    for words in shared(2).run(train, FSDP(), Scenario(), kind):
+    for words in shared_pool(2).run(train, FSDP(), Scenario(), kind):
         assert isinstance(words, str)
         assert words.startswith("step 0: strategy=fsdp has cut the parameter '0.weight'")
         assert "strategy.find_unused_parameters=true" in words
@@ -133,11 +135,11 @@ def train_by_whole_tensors(comm: Communicator) -> list[bool]:
 
     sizes: list[bool] = []
     driver = cases.Driver(comm, FSDP(), Scenario(), task=Knowing(""))
-    driver.step(0, Outcome())
+    driver.step(0, TrainingOutcome())
     return sizes
 
 
 def test_a_task_may_ask_for_whole_values() -> None:
-    for sizes in shared(2).run(train_by_whole_tensors):
+    for sizes in shared_pool(2).run(train_by_whole_tensors):
         assert sizes
         assert all(sizes)

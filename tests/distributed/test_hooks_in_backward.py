@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Clip, Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import cases, reference
 from torsh_trainer.testing.compare import FP32, close, same_tensors
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import TinyData, TinyModel, TinyTask
 
 UNEVEN = TinyData(steps=4, accumulate=2, tokens=True, ragged=True)
@@ -98,10 +98,10 @@ class HookedTask(TinyTask):
             return Hooked(self.options, self.hook)
 
 
-def train(comm: Communicator, strategy: Strategy, scenario: Scenario, hook: str) -> Outcome:
+def train(comm: Communicator, strategy: Strategy, scenario: Scenario, hook: str) -> TrainingOutcome:
     task = HookedTask(hook, scenario.optimizer)
     driver = cases.Driver(comm, strategy, scenario, task=task)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         driver.step(number, outcome)
     return driver.finish(outcome)
@@ -113,7 +113,7 @@ def equal_plain(
     expected = reference.train(scenario, ranks, task=HookedTask(hook, scenario.optimizer))
     unhooked = reference.train(scenario, ranks, task=HookedTask("", scenario.optimizer))
     assert abs(unhooked.norms[0] - expected.norms[0]) > 5e-4, "the hook changes nothing"
-    for outcome in shared(ranks).run(train, strategy, scenario, hook):
+    for outcome in shared_pool(ranks).run(train, strategy, scenario, hook):
         for step, norm in enumerate(expected.norms):
             close(outcome.norms[step], norm, within * FP32.relative, f"step {step}: gradient norm")
         bound = within * FP32.parameters

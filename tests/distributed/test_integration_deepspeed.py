@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from torsh_trainer import DeepSpeedConfig, DeepSpeedIntegration, FullyShardedDataParallel
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.schedule import DeepSpeedWarmup
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.schedule.deepspeed import DeepSpeedWarmup
 from torsh_trainer.strategies.base import BatchPlan, Job, MicroBatch
-from torsh_trainer.task import Task
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.tasks.base import Task
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.verify.subject import LENGTH, VOCABULARY, SubjectModel
 
 RANKS, STEPS, SAMPLES = 2, 3, 4
@@ -181,11 +181,11 @@ def test_the_file_of_the_guide_trains_as_plain_fsdp2_does(tmp_path):
         "factor": lambda step: 1.0,
         "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
     }
-    mine = shared(RANKS).run(as_configured, config, True)
-    theirs = shared(RANKS).run(plain_fsdp2, how)
+    mine = shared_pool(RANKS).run(as_configured, config, True)
+    theirs = shared_pool(RANKS).run(plain_fsdp2, how)
     assert furthest(mine, theirs) <= 1e-6
     # The bound tells something: half precision is further from fp32 than that.
-    fp32 = shared(RANKS).run(plain_fsdp2, {**how, "dtype": None, "scale": 1.0})
+    fp32 = shared_pool(RANKS).run(plain_fsdp2, {**how, "dtype": None, "scale": 1.0})
     assert furthest(theirs, fp32) > 1e-5
 
 
@@ -203,10 +203,12 @@ def test_optimizer_schedule_clipping_and_accumulation_are_the_files(tmp_path):
         "factor": lambda step: schedule.factor(step, None),
         "optimizer": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.01, fused=False),
     }
-    mine = shared(RANKS).run(as_configured, DeepSpeedConfig.from_file(path), False)
-    theirs = shared(RANKS).run(plain_fsdp2, how)
+    mine = shared_pool(RANKS).run(as_configured, DeepSpeedConfig.from_file(path), False)
+    theirs = shared_pool(RANKS).run(plain_fsdp2, how)
     assert furthest(mine, theirs) <= 1e-5
-    unclipped = shared(RANKS).run(plain_fsdp2, {**how, "factor": lambda step: 1.0, "clip": 1e9})
+    unclipped = shared_pool(RANKS).run(
+        plain_fsdp2, {**how, "factor": lambda step: 1.0, "clip": 1e9}
+    )
     with pytest.raises(AssertionError):
         furthest(mine, unclipped)  # the rates are others
 
@@ -252,10 +254,10 @@ def driven_by_a_trainer(comm: Communicator, config: DeepSpeedConfig, held: bool)
 def test_in_bf16_the_loop_of_a_script_rounds_where_the_recipes_loop_rounds():
     values = {key: value for key, value in WHOLE.items() if key not in ("scheduler", "data_types")}
     config = DeepSpeedConfig.from_dict({**values, "bf16": {"enabled": True}})
-    mine = shared(RANKS).run(as_configured, config, False)
-    theirs = shared(RANKS).run(driven_by_a_trainer, config, True)
+    mine = shared_pool(RANKS).run(as_configured, config, False)
+    theirs = shared_pool(RANKS).run(driven_by_a_trainer, config, True)
     assert furthest(mine, theirs) == 0
-    assert furthest(mine, shared(RANKS).run(driven_by_a_trainer, config, False)) > 0
+    assert furthest(mine, shared_pool(RANKS).run(driven_by_a_trainer, config, False)) > 0
 
 
 def test_gradients_that_overflow_leave_the_parameters_alone_and_then_lower_the_scale():
@@ -277,7 +279,9 @@ def test_gradients_that_overflow_leave_the_parameters_alone_and_then_lower_the_s
         same = all(torch.equal(before[name], after[name]) for name in before)
         return same, model.updates, model.last_step()["loss_scale"]
 
-    for same, updates, scale in shared(RANKS).run(overflowing, DeepSpeedConfig.from_dict(values)):
+    for same, updates, scale in shared_pool(RANKS).run(
+        overflowing, DeepSpeedConfig.from_dict(values)
+    ):
         assert (same, updates, scale) == (True, 0, 2.0**39)
 
 
@@ -316,6 +320,6 @@ def test_a_step_without_an_optimizer_and_two_optimizers_are_errors():
             FullyShardedDataParallel(model_of(), full, optimizer=torch.optim.SGD)
         return [*said, str(caught.value)]
 
-    for none, two in shared(RANKS).run(tried):
+    for none, two in shared_pool(RANKS).run(tried):
         assert "there is no optimizer to step" in none
         assert "leave out one of them" in two

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import torsh_trainer
-from torsh_trainer import comm as tc
+from torsh_trainer import distributed as tc
 from torsh_trainer.comm.compression import FP16, NoCompression, TopK
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.integrations.horovod import HorovodConfig, HorovodIntegration
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 
 WRAPPER = "op: Average\nbackward_passes_per_step: 2\ncompression: fp16\n"
 
@@ -40,7 +40,7 @@ def test_a_model_is_reduced_as_horovod_would(tmp_path):
     path.write_text(WRAPPER)
     config = HorovodConfig.from_file(path, world_size=2)
     assert config.compression == FP16()
-    for found in shared(2).run(moved, config):
+    for found in shared_pool(2).run(moved, config):
         # The sum over passes, the mean over ranks: (1 + 3 + 2 + 4) / 2; all of it fits fp16.
         assert torch.allclose(found, torch.full((2, 3), 5.0).double(), atol=1e-6)
     with pytest.raises(Exception, match="this process is rank"):

@@ -16,7 +16,7 @@ from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.testing import cases, reference
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyTask
 
@@ -162,7 +162,7 @@ CUT = [DDP(zero1=True), Gloo(zero1=True)]
 def test_zero1_refuses_an_optimizer_that_looks_across_parameters(
     strategy: Strategy, make: Any
 ) -> None:
-    for sentence in shared(2).run(refuse, strategy, OwnScenario(make=make)):
+    for sentence in shared_pool(2).run(refuse, strategy, OwnScenario(make=make)):
         assert "strategy.zero1=true" in sentence
         assert "depends on others" in sentence
         assert "strategy=ddp" in sentence
@@ -180,7 +180,7 @@ def test_zero1_takes_an_optimizer_of_a_users_own_that_steps_one_by_one(
     "make", [Distance, Bounded, make_hooked, closed_over, Trusting, Adafactor, Rprop]
 )
 def test_fsdp_refuses_an_optimizer_that_does_not_know_shards(make: Any) -> None:
-    for sentence in shared(2).run(refuse, FSDP(), OwnScenario(make=make)):
+    for sentence in shared_pool(2).run(refuse, FSDP(), OwnScenario(make=make)):
         assert "cannot step parameters that are sharded" in sentence
         assert "strategy=ddp" in sentence
 
@@ -199,8 +199,8 @@ def test_trying_leaves_the_optimizer_and_the_generators_alone(strategy: Strategy
     untried = OwnScenario(make=SGD)
     tried = OwnScenario(make=Signed)
     for one, other in zip(
-        shared(2).run(drawn, strategy, untried),
-        shared(2).run(drawn, strategy, tried),
+        shared_pool(2).run(drawn, strategy, untried),
+        shared_pool(2).run(drawn, strategy, tried),
         strict=True,
     ):
         assert torch.equal(one[0], other[0])
@@ -212,6 +212,6 @@ def test_trying_leaves_the_optimizer_and_the_generators_alone(strategy: Strategy
 def check_plain(strategy: Strategy, make: Any) -> None:
     scenario = OwnScenario(make=make)
     plain = reference.train(scenario, 2)
-    for outcome in shared(2).run(cases.train, strategy, scenario):
+    for outcome in shared_pool(2).run(cases.train, strategy, scenario):
         for name, value in plain.parameters.items():
             torch.testing.assert_close(outcome.parameters[name], value, rtol=1e-4, atol=1e-5)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Clip, Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
@@ -19,8 +19,8 @@ from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing import cases, reference
 from torsh_trainer.testing.compare import FP32, FP32_ADAM, close, same_tensors
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.state import fill, whole_state
 from torsh_trainer.testing.tiny import WIDTH, TinyData, TinyModel, TinyTask
 
@@ -100,14 +100,16 @@ class OddTask(TinyTask):
             return Odd(self.kind)
 
 
-def train(comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str) -> Outcome | str:
+def train(
+    comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str
+) -> TrainingOutcome | str:
     """The outcome, or the words of what refused it before the first step."""
     task = OddTask(kind, scenario.optimizer)
     try:
         driver = cases.Driver(comm, strategy, scenario, task=task)
     except Unsupported as error:
         return str(error)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         driver.step(number, outcome)
     return driver.finish(outcome)
@@ -122,8 +124,8 @@ def equal_plain(
     expected = reference.train(scenario, ranks, task=OddTask(kind, optimizer))
     # Micro-batches are added up in the dtype of a gradient.
     rounding = 1e-2 if kind == "bf16" else FP32.parameters
-    for outcome in shared(ranks).run(train, strategy, scenario, kind):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(ranks).run(train, strategy, scenario, kind):
+        assert isinstance(outcome, TrainingOutcome), outcome
         for step, norm in enumerate(expected.norms):
             close(outcome.norms[step], norm, rounding, f"step {step}: gradient norm")
         same_tensors(outcome.parameters, expected.parameters, rounding, "parameters")
@@ -135,7 +137,7 @@ def test_wide_and_complex_parameters_are_clipped_by_their_norm(
     strategy: Strategy, kind: str
 ) -> None:
     if kind == "complex" and getattr(strategy, "zero1", False):
-        for words in shared(2).run(train, strategy, Scenario(), kind):
+        for words in shared_pool(2).run(train, strategy, Scenario(), kind):
             assert "strategy.zero1=true takes parameters of one dtype" in words
             assert "torch.complex64, torch.float32" in words
         return
@@ -147,8 +149,8 @@ def test_float64_is_summed_in_float64(strategy: Strategy) -> None:
     ranks = 1 if isinstance(strategy, Single) else 2
     scenario = Scenario()
     expected = reference.train(scenario, ranks, task=OddTask("float64"))
-    for outcome in shared(ranks).run(train, strategy, scenario, "float64"):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(ranks).run(train, strategy, scenario, "float64"):
+        assert isinstance(outcome, TrainingOutcome), outcome
         same_tensors(outcome.parameters, expected.parameters, 1e-13, "parameters")
 
 
@@ -161,7 +163,7 @@ def test_float64_is_clipped_by_value(strategy: Strategy) -> None:
 def test_complex_parameters_have_no_bound_by_value(strategy: Strategy) -> None:
     ranks = 1 if isinstance(strategy, Single) else 2
     scenario = Scenario(clip=Clip(value=0.02))
-    for words in shared(ranks).run(train, strategy, scenario, "complex"):
+    for words in shared_pool(ranks).run(train, strategy, scenario, "complex"):
         assert isinstance(words, str)
         assert "trainer.max_grad_value" in words
         assert "'odd'" in words
@@ -173,8 +175,8 @@ def test_complex_gradients_are_not_cut_to_their_real_part_by_a_lower_dtype(
 ) -> None:
     scenario = Scenario(precision=Precision(reduce="bf16"))
     expected = reference.train(scenario, 2, task=OddTask("complex"))
-    for outcome in shared(2).run(train, strategy, scenario, "complex"):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(2).run(train, strategy, scenario, "complex"):
+        assert isinstance(outcome, TrainingOutcome), outcome
         same_tensors(outcome.parameters, expected.parameters, 1e-2, "parameters")
 
 
@@ -201,7 +203,7 @@ def train_sparse(comm: Communicator, strategy: Strategy, name: str) -> dict[str,
         driver = cases.Driver(comm, strategy, scenario, task=SparseTask(name))
     except Unsupported as error:
         return str(error)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         driver.step(number, outcome)
     return driver.finish(outcome).parameters
@@ -220,7 +222,7 @@ def test_a_sparse_embedding_trains_with_the_optimizer_of_a_recipe(
 
     ranks = 1 if strategy == Single() else 2
     expected = reference.train(Scenario(clip=Clip(norm=0.1)), ranks, task=Dense(name)).parameters
-    for parameters in shared(ranks).run(train_sparse, strategy, name):
+    for parameters in shared_pool(ranks).run(train_sparse, strategy, name):
         assert not isinstance(parameters, str), parameters
         same_tensors(parameters, expected, FP32.parameters, "parameters")
 
@@ -229,7 +231,7 @@ def test_a_sparse_embedding_trains_with_the_optimizer_of_a_recipe(
 def test_an_optimizer_without_a_sparse_step_is_refused_before_the_first(
     strategy: Strategy,
 ) -> None:
-    for words in shared(1 if strategy == Single() else 2).run(train_sparse, strategy, "adamw"):
+    for words in shared_pool(1 if strategy == Single() else 2).run(train_sparse, strategy, "adamw"):
         assert "optimizer AdamW cannot step a sparse gradient" in words
         assert "sparse=False" in words
 
@@ -242,7 +244,7 @@ def test_an_optimizer_without_a_sparse_step_is_refused_before_the_first(
     ],
 )
 def test_fsdp_names_what_it_cannot_cut_before_the_first_step(kind: str, words: str) -> None:
-    for said in shared(2).run(train, FSDP(), Scenario(), kind):
+    for said in shared_pool(2).run(train, FSDP(), Scenario(), kind):
         assert isinstance(said, str), "it was not refused"
         assert words in said
         assert "strategy=ddp" in said
@@ -281,7 +283,7 @@ def test_what_is_not_cut_has_its_adamw_its_average_and_its_place_in_a_state(
     )
     expected = reference.train(scenario, 2, task=OddTask(kind, "adamw"))
     for other in (DDP(), FSDP()):
-        outcomes = shared(2).run(train_and_move, strategy, other, scenario, kind)
+        outcomes = shared_pool(2).run(train_and_move, strategy, other, scenario, kind)
         for outcome in outcomes:
             bound = FP32_ADAM.parameters if kind != "bf16" else 1e-2
             same_tensors(outcome.parameters, expected.parameters, bound, "parameters")
@@ -293,13 +295,13 @@ def test_what_is_not_cut_has_its_adamw_its_average_and_its_place_in_a_state(
 
 def train_and_move(
     comm: Communicator, first: Strategy, second: Strategy, scenario: Scenario, kind: str
-) -> Outcome:
+) -> TrainingOutcome:
     """Trains under one strategy, and the last two steps under another, from its state."""
     drivers = [
         cases.Driver(comm, strategy, scenario, task=OddTask(kind, scenario.optimizer))
         for strategy in (first, second)
     ]
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         if number == 2:
             saved = whole_state(drivers[0].engine.state_dict(), comm)

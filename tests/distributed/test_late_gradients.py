@@ -18,8 +18,8 @@ from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing import cases, reference
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import VOCABULARY, WIDTH, TinyData, TinyTask
 
 SMALL = 1e-5
@@ -61,10 +61,12 @@ class SharedTask(TinyTask):
             return Shared(self.kind)
 
 
-def train(comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str) -> Outcome | str:
+def train(
+    comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str
+) -> TrainingOutcome | str:
     """The outcome, or the words of what refused it before the update."""
     driver = cases.Driver(comm, strategy, scenario, task=SharedTask(kind))
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     try:
         for number in range(scenario.data.steps):
             driver.step(number, outcome)
@@ -91,8 +93,8 @@ def test_a_shared_layer_in_a_reentrant_checkpoint_trains_as_in_plain_pytorch(
     ranks = 1 if isinstance(strategy, Single) else 2
     scenario = Scenario(data=TinyData(accumulate=2), clip=Clip())
     expected = reference.train(scenario, ranks, task=SharedTask(kind))
-    for outcome in shared(ranks).run(train, strategy, scenario, kind):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(ranks).run(train, strategy, scenario, kind):
+        assert isinstance(outcome, TrainingOutcome), outcome
         same_tensors(outcome.parameters, expected.parameters, FP32.parameters, "parameters")
 
 
@@ -100,7 +102,7 @@ def test_a_shared_layer_in_a_reentrant_checkpoint_trains_as_in_plain_pytorch(
 @pytest.mark.parametrize("strategy", [DDP(), DDP(bucket_cap_mb=SMALL)], ids=str)
 def test_torchs_wrapper_refuses_it_in_the_first_step(strategy: Strategy, kind: str) -> None:
     scenario = Scenario(data=TinyData(accumulate=2), clip=Clip())
-    for words in shared(2).run(train, strategy, scenario, kind):
+    for words in shared_pool(2).run(train, strategy, scenario, kind):
         assert isinstance(words, str)
         assert "'layer." in words
         assert "strategy.overlap=false" in words
@@ -122,7 +124,7 @@ def test_torchs_wrapper_refuses_it_where_it_begins_in_a_later_step(
     strategy: Strategy, accumulate: int
 ) -> None:
     scenario = Scenario(data=TinyData(accumulate=accumulate), clip=Clip())
-    for words in shared(2).run(train, strategy, scenario, "later"):
+    for words in shared_pool(2).run(train, strategy, scenario, "later"):
         assert isinstance(words, str)
         assert "use_reentrant=True" in words
         assert "strategy.overlap=false" in words
@@ -132,14 +134,14 @@ def test_torchs_wrapper_refuses_it_where_it_begins_in_a_later_step(
 def test_a_layer_of_its_own_in_a_reentrant_checkpoint_trains(strategy: Strategy) -> None:
     scenario = Scenario(data=TinyData(accumulate=2), clip=Clip())
     expected = reference.train(scenario, 2, task=SharedTask("apart"))
-    for outcome in shared(2).run(train, strategy, scenario, "apart"):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(2).run(train, strategy, scenario, "apart"):
+        assert isinstance(outcome, TrainingOutcome), outcome
         same_tensors(outcome.parameters, expected.parameters, FP32.parameters, "parameters")
 
 
 def test_a_layer_that_is_shared_in_some_steps_alone_is_refused_there() -> None:
     scenario = Scenario(data=TinyData(accumulate=1), clip=Clip())
-    for words in shared(2).run(train, Gloo(bucket_cap_mb=SMALL), scenario, "later"):
+    for words in shared_pool(2).run(train, Gloo(bucket_cap_mb=SMALL), scenario, "later"):
         assert isinstance(words, str)
         assert "added again" in words
         assert "strategy.overlap=false" in words

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import TensorDataset
 
-from torsh_trainer import DataSource, Loading, Task, Trainer, resume
+from torsh_trainer import DataSource, Loading, Task, Trainer
 from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
@@ -22,8 +23,8 @@ from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training import resume
+from torsh_trainer.training.trainer import run_in
 
 EVERY, STEPS = 3, 8
 X = torch.randn(64, 6, generator=torch.Generator().manual_seed(1))
@@ -135,5 +136,5 @@ def test_a_slot_that_a_setting_has_made_is_still_a_difference(on, tmp_path):
 
 def test_without_them_a_run_does_not_go_on(tmp_path, monkeypatch):
     train(World(), Rows(0.9), Single(), tmp_path, 4)
-    monkeypatch.setattr(resume, "grown", lambda *_: None)
+    monkeypatch.setattr(resume, "grow_template", lambda *_: None)
     assert "slow" in train(World(), Rows(0.9), Single(), tmp_path, 8)

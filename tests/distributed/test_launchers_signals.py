@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torsh_trainer.signals import signal_name
+from torsh_trainer.utils.signals import signal_name
 
 PRELUDE = """
 import os, signal, sys, time
@@ -121,7 +121,7 @@ def test_workers_save_and_finish_when_the_parent_is_asked_to_stop(number, code, 
 def test_a_worker_that_has_stopped_already_says_so_when_the_signal_comes(number, tmp_path):
     """Rank 0 has it at once, and rank 1 hears of it from rank 0 before the parent sends it."""
     entry = f"""
-from torsh_trainer.signals import Signals
+from torsh_trainer.utils.signals import Signals
 
 def entry(world):
     announce(world)

@@ -17,8 +17,8 @@ from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import cases, reference
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import VOCABULARY, WIDTH, TinyData, TinyTask
 
 ACCUMULATE = 3
@@ -69,10 +69,12 @@ class OptionalTask(TinyTask):
         return model(batch["tokens"])
 
 
-def train(comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str) -> Outcome | str:
+def train(
+    comm: Communicator, strategy: Strategy, scenario: Scenario, kind: str
+) -> TrainingOutcome | str:
     """The outcome, or the words of what refused it before the update."""
     driver = cases.Driver(comm, strategy, scenario, task=OptionalTask(kind, 1))
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         try:
             driver.step(number, outcome)
@@ -104,8 +106,8 @@ KINDS = [
 def test_they_train_as_in_plain_pytorch(strategy: Strategy, kind: str) -> None:
     scenario = Scenario(data=TinyData(accumulate=ACCUMULATE), clip=Clip())
     expected = reference.train(scenario, 2, task=OptionalTask(kind, 2))
-    for outcome in shared(2).run(train, strategy, scenario, kind):
-        assert isinstance(outcome, Outcome), outcome
+    for outcome in shared_pool(2).run(train, strategy, scenario, kind):
+        assert isinstance(outcome, TrainingOutcome), outcome
         same_tensors(outcome.parameters, expected.parameters, FP32.parameters, "parameters")
 
 
@@ -120,7 +122,7 @@ def test_only_torchs_wrapper_needs_the_knob_for_it(strategy: Strategy, kind: str
 )
 def test_torchs_wrapper_names_them_and_the_knob_before_the_update(kind: str, step: int) -> None:
     scenario = Scenario(data=TinyData(accumulate=ACCUMULATE), clip=Clip())
-    for words in shared(2).run(train, DDP(), scenario, kind):
+    for words in shared_pool(2).run(train, DDP(), scenario, kind):
         assert isinstance(words, str)
         assert words.startswith(f"step {step}: 2 parameters got no gradient")
         assert "maybe.weight, maybe.bias" in words

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from torsh_trainer import DataSource, Loading, OptimizerSpec, Task, Trainer
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TrainingError
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import run_in
 
 X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
 

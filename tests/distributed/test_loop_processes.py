@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -52,14 +53,23 @@ def started(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     return process
 
 
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """Ends whatever is left of a run, so that one that does not stop outlives no test."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_the_parent_stops_all_ranks_after_one_step_with_a_checkpoint(
     number: int, code: int, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     process = started(folder, "trainer.max_steps=1000000")
-    process.send_signal(number)
-    _, error = process.communicate(timeout=240)
+    try:
+        process.send_signal(number)
+        _, error = process.communicate(timeout=240)
+    finally:
+        kill_group(process)
     assert process.returncode == code, error
     assert "Traceback" not in error
     last = rows(folder)[-1]["step"]

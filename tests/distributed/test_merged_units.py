@@ -20,8 +20,8 @@ from torsh_trainer.strategies.units import units_of
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import VOCABULARY, WIDTH, TinyData, TinyTask
 
 BLOCK = 4 * (WIDTH * WIDTH + WIDTH)
@@ -87,13 +87,13 @@ def layout(comm: Communicator, knobs: FSDP, task: StackTask) -> tuple[str, int]:
 def test_neighbours_are_one_unit_until_they_have_the_bytes(
     knobs: FSDP, layers: int, units: int
 ) -> None:
-    said, found = shared(2).run(layout, knobs, StackTask(layers))[0]
+    said, found = shared_pool(2).run(layout, knobs, StackTask(layers))[0]
     assert found == units
     assert said.startswith(f"sharded in {units} units: ")
 
 
 def test_the_layout_names_what_is_together() -> None:
-    said, _ = shared(2).run(layout, FSDP(wrap_min_bytes=2 * BLOCK), StackTask(5))[0]
+    said, _ = shared_pool(2).run(layout, FSDP(wrap_min_bytes=2 * BLOCK), StackTask(5))[0]
     assert said == (
         "sharded in 4 units: 2 x 2 Linear of 0.0 MiB, 1 x 1 Linear of 0.0 MiB, the rest of 0.0 MiB"
     )
@@ -101,7 +101,7 @@ def test_the_layout_names_what_is_together() -> None:
 
 def test_blocks_that_train_in_other_dtypes_stay_apart() -> None:
     task = StackTask(4, wide=1)
-    said, units = shared(2).run(layout, FSDP(), task)[0]
+    said, units = shared_pool(2).run(layout, FSDP(), task)[0]
     assert units == 4
     assert said.startswith("sharded in 4 units: 2 x 1 Linear of 0.0 MiB, 1 x 2 Linear")
 
@@ -119,7 +119,7 @@ def test_a_model_of_blocks_alone_is_one_unit() -> None:
 def lonely(comm: Communicator, knobs: FSDP) -> dict[str, Tensor]:
     """Trains where a block is called by itself before each step, outside of the model's forward."""
     driver = Driver(comm, knobs, Scenario(data=TinyData(steps=4)), task=StackTask(5))
-    outcome = Outcome()
+    outcome = TrainingOutcome()
 
     def look() -> None:
         with torch.no_grad():
@@ -135,13 +135,13 @@ def lonely(comm: Communicator, knobs: FSDP) -> dict[str, Tensor]:
 def test_a_block_of_a_merged_unit_can_be_called_by_itself(frees: bool) -> None:
     expected = reference.train(Scenario(data=TinyData(steps=4)), 2, task=StackTask(5)).parameters
     knobs = FSDP(wrap_min_bytes=3 * BLOCK, reshard_after_forward=frees)
-    for found in shared(2).run(lonely, knobs):
+    for found in shared_pool(2).run(lonely, knobs):
         same_tensors(found, expected, FP32.parameters, "parameters")
 
 
 def parameters(comm: Communicator, knobs: FSDP, task: StackTask) -> dict[str, Tensor]:
     driver = Driver(comm, knobs, Scenario(data=TinyData(steps=4, accumulate=2)), task=task)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for step in range(4):
         driver.step(step, outcome)
     return driver.finish(outcome).parameters
@@ -154,7 +154,7 @@ def test_merged_blocks_equal_plain_pytorch(least: int, in_a_row: bool) -> None:
     expected = reference.train(
         Scenario(data=TinyData(steps=4, accumulate=2)), 2, task=task
     ).parameters
-    for found in shared(2).run(parameters, FSDP(wrap_min_bytes=least), task):
+    for found in shared_pool(2).run(parameters, FSDP(wrap_min_bytes=least), task):
         same_tensors(found, expected, FP32.parameters, "parameters")
 
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from torsh_trainer.ema import Ema
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.optimizers import OptimizerSpec, short_names
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.optim.ema import Ema
+from torsh_trainer.optim.optimizers import OptimizerSpec, short_names
+from torsh_trainer.testing.ranks import shared_pool
 
 REFUSED = ("adafactor", "rprop")
 TRAINED = sorted(set(short_names()) - {"lbfgs", "sparseadam", "muon", *REFUSED})
@@ -83,7 +83,7 @@ def average(comm: Any) -> tuple[float, float, float]:
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     steps(plain, sharded, reference, torch.optim.SGD(sharded.parameters(), lr=0.1), after=update)
     before = [p.full_tensor().clone() for p in sharded.parameters()]
-    with ema.swapped():
+    with ema.swap_in():
         within = distance(averaged.module, sharded)
     pairs = zip(before, sharded.parameters(), strict=True)
     after = max(float((b - p.full_tensor()).abs().max()) for b, p in pairs)
@@ -96,19 +96,19 @@ def average(comm: Any) -> tuple[float, float, float]:
 
 
 def test_every_optimizer_trains_shards_as_torch_trains_the_whole() -> None:
-    for differences in shared(2).run(train_each):
+    for differences in shared_pool(2).run(train_each):
         assert {n: d for n, d in differences.items() if not d < 1e-6} == {}
 
 
 def test_what_shards_cannot_have_is_refused_before_the_first_step() -> None:
-    for told in shared(2).run(refusals):
+    for told in shared_pool(2).run(refusals):
         assert "Adafactor cannot step parameters that are sharded" in told[0]
         assert "Rprop cannot step parameters that are sharded" in told[1]
         assert all("none over sharded parameters" in text for text in told[2:])
 
 
 def test_an_average_of_shards_is_the_average_of_the_whole() -> None:
-    for stored, within, after in shared(2).run(average):
+    for stored, within, after in shared_pool(2).run(average):
         assert stored < 1e-6
         assert within < 1e-6
         assert after == 0.0

@@ -16,8 +16,8 @@ from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import cases, reference
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import RankPool, shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import RankPool, shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import TinyData, TinyModel, TinyModelOptions, TinyTask
 
 
@@ -32,9 +32,11 @@ class OwnModel(TinyTask):
         return self.model(batch["tokens"])
 
 
-def train(comm: Communicator, strategy: Strategy, scenario: Scenario, task: TinyTask) -> Outcome:
+def train(
+    comm: Communicator, strategy: Strategy, scenario: Scenario, task: TinyTask
+) -> TrainingOutcome:
     driver = cases.Driver(comm, strategy, scenario, task=task)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         driver.step(number, outcome)
     return driver.finish(outcome)
@@ -59,7 +61,7 @@ def test_a_task_that_calls_its_own_model_equals_plain_pytorch(
 ) -> None:
     scenario = Scenario(data=TinyData(accumulate=accumulate))
     expected = reference.train(scenario, 2).parameters
-    for outcome in shared(2).run(train, strategy, scenario, OwnModel()):
+    for outcome in shared_pool(2).run(train, strategy, scenario, OwnModel()):
         same_tensors(outcome.parameters, expected, FP32.parameters, "parameters")
 
 
@@ -95,7 +97,7 @@ def until_refused(comm: Communicator, strategy: Strategy) -> tuple[int, str, boo
     for step in range(4):
         before = layer.detach().clone()
         try:
-            driver.step(step, Outcome())
+            driver.step(step, TrainingOutcome())
         except ConfigError as error:
             return step, str(error), not torch.equal(layer, before)
     return 4, "", False
@@ -103,7 +105,7 @@ def until_refused(comm: Communicator, strategy: Strategy) -> tuple[int, str, boo
 
 @pytest.mark.parametrize("strategy", [DDP(), DDP(overlap=False), Gloo()], ids=str)
 def test_a_parameter_left_out_from_a_later_step_on_is_named(strategy: Strategy) -> None:
-    for step, words, moved in shared(2).run(until_refused, strategy):
+    for step, words, moved in shared_pool(2).run(until_refused, strategy):
         assert step == 1
         assert "2 parameters got no gradient: unused.weight, unused.bias" in words
         assert "strategy.find_unused_parameters=true" in words
@@ -128,7 +130,7 @@ def test_a_parameter_left_out_from_a_later_step_on_stays(strategy: Strategy) -> 
         first = 2  # one process makes the forwards of both ranks
 
     expected = reference.train(scenario, 2, task=Plain()).parameters
-    for outcome in shared(2).run(train, strategy, scenario, LeavesOut()):
+    for outcome in shared_pool(2).run(train, strategy, scenario, LeavesOut()):
         same_tensors(outcome.parameters, expected, 1e-3, "parameters")
 
 
@@ -136,7 +138,7 @@ def test_a_static_graph_without_overlap_leaves_an_unused_parameter_alone() -> No
     scenario = Scenario(model=TinyModelOptions(unused=True), optimizer="adamw")
     before = scenario.task.build_model().state_dict()
     strategy = DDP(static_graph=True, overlap=False)
-    for outcome in shared(2).run(train, strategy, scenario, scenario.task):
+    for outcome in shared_pool(2).run(train, strategy, scenario, scenario.task):
         assert torch.equal(outcome.parameters["unused.weight"], before["unused.weight"])
 
 
@@ -164,7 +166,7 @@ def slipping(comm: Communicator, strategy: Strategy, where: str) -> str:
 
     driver = cases.Driver(comm, strategy, Scenario(), task=Slipping())
     try:
-        driver.step(0, Outcome())
+        driver.step(0, TrainingOutcome())
     except BaseException as error:  # noqa: BLE001 - which one it is, is what is asked
         return f"{type(error).__name__}: {error}"
     return ""

@@ -16,16 +16,16 @@ from torch.utils.data import default_collate
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
-from torsh_trainer.data.feed import TrainFeed
+from torsh_trainer.data.feed import TrainLoader
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut
+from torsh_trainer.data.sampler import BatchPartition
 from torsh_trainer.strategies import builtin
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.task import DataSource, Task
-from torsh_trainer.testing.ranks import OPTIONS, shared
+from torsh_trainer.tasks.base import DataSource, Task
+from torsh_trainer.testing.ranks import OPTIONS, shared_pool
 
 SAMPLES, BATCH, SEED, STEPS = 27, 12, 7, 4  # the third step of an epoch has 3 samples
 
@@ -161,7 +161,7 @@ def train(
     ``evaluates``: the last loss is that of an evaluation over all samples.
     """
     size = comm.world.size
-    cut = Cut(BATCH, micro, size, comm.world.rank)
+    cut = BatchPartition(BATCH, micro, size, comm.world.rank)
     plan = BatchPlan(BATCH, micro, BATCH // micro // size, size)
     job = Job(task, task.build_model, plan, **{"randomness": "by_sample", **options})
     engine = strategy.prepare(job, comm)
@@ -169,7 +169,7 @@ def train(
     if model is not None:
         engine.model.load_state_dict(model)
     loading = Loading(batch_size=BATCH)
-    feed = TrainFeed(task, loading, cut, comm, seed=SEED, consumed=consumed, step=step).steps()
+    feed = TrainLoader(task, loading, cut, comm, seed=SEED, consumed=consumed, step=step).steps()
     losses = []
     for _ in range(steps):
         work = next(feed)
@@ -214,35 +214,38 @@ ENGINES = [
 def test_every_engine_and_every_cut_trains_as_one_process_in_one_micro_batch(
     size, strategy, micro, kind
 ):
-    (right,) = shared(1).run(train, Single(), Draws(kind), BATCH)
-    for found in shared(size).run(train, strategy, Draws(kind), micro):
+    (right,) = shared_pool(1).run(train, Single(), Draws(kind), BATCH)
+    for found in shared_pool(size).run(train, strategy, Draws(kind), micro):
         assert_alike(found, right)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "attention", "noise"])
 @pytest.mark.parametrize(("size", "strategy"), [(1, Single()), (2, DDP()), (2, FSDP())])
-def test_a_forward_that_is_run_again_draws_the_same(size, strategy, kind):
-    (right,) = shared(1).run(train, Single(), Draws(kind), BATCH)
-    options = {"activation_checkpointing": True}
-    for found in shared(size).run(train, strategy, Draws(kind), BATCH // size, options):
+@pytest.mark.parametrize("again", [True, "selective"])
+def test_a_forward_that_is_run_again_draws_the_same(size, strategy, kind, again):
+    (right,) = shared_pool(1).run(train, Single(), Draws(kind), BATCH)
+    options = {"activation_checkpointing": again}
+    for found in shared_pool(size).run(train, strategy, Draws(kind), BATCH // size, options):
         assert_alike(found, right)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "run again"])
+@pytest.mark.parametrize(
+    "again", [False, True, "selective"], ids=["kept", "run again", "products kept"]
+)
 @pytest.mark.parametrize(
     ("size", "strategy", "micro"), [(1, Single(), 3), (2, DDP(), 6), (2, FSDP(), 6)]
 )
 def test_what_torch_compiles_draws_as_eager(size, strategy, micro, again):
-    (right,) = shared(1).run(train, Single(), Draws(), BATCH)
+    (right,) = shared_pool(1).run(train, Single(), Draws(), BATCH)
     options = {"compile": {"backend": "aot_eager"}, "activation_checkpointing": again}
-    for found in shared(size).run(train, strategy, Draws(), micro, options):
+    for found in shared_pool(size).run(train, strategy, Draws(), micro, options):
         assert_alike(found, right)
 
 
 def test_what_inductor_generates_draws_as_eager():
-    (right,) = shared(1).run(train, Single(), Draws("drop path"), BATCH, {}, None, 1)
+    (right,) = shared_pool(1).run(train, Single(), Draws("drop path"), BATCH, {}, None, 1)
     options = {"compile": {"dynamic": False}}
-    for found in shared(2).run(train, DDP(), Draws("drop path"), 6, options, None, 1):
+    for found in shared_pool(2).run(train, DDP(), Draws("drop path"), 6, options, None, 1):
         assert_alike(found, right)
 
 
@@ -263,9 +266,9 @@ def test_compiled_code_that_repeats_numbers_or_makes_its_own_draws_by_micro_batc
 
 
 def test_a_run_that_goes_on_in_another_cut_draws_the_same():
-    (right,) = shared(1).run(train, Single(), Draws(), BATCH)
-    first, model = shared(1).run(train, Single(), Draws(), BATCH, {}, None, 3)[0]
-    for losses, whole in shared(2).run(train, DDP(), Draws(), 3, {}, (SAMPLES, 3, model), 1):
+    (right,) = shared_pool(1).run(train, Single(), Draws(), BATCH)
+    first, model = shared_pool(1).run(train, Single(), Draws(), BATCH, {}, None, 3)[0]
+    for losses, whole in shared_pool(2).run(train, DDP(), Draws(), 3, {}, (SAMPLES, 3, model), 1):
         assert_alike((first + losses, whole), right)
 
 
@@ -308,16 +311,16 @@ def test_normalised_batches_and_dropout_train_and_evaluate_as_accumulated_in_one
 ):
     """Micro-batches of 3 everywhere: four of them in one process."""
     given = (Evaluates(), 3, {}, None, STEPS, True)
-    (right,) = shared(1).run(train, Single(), *given)
-    for found in shared(size, options=comm).run(train, strategy, *given):
+    (right,) = shared_pool(1).run(train, Single(), *given)
+    for found in shared_pool(size, options=comm).run(train, strategy, *given):
         assert len(found[0]) == STEPS + 1
         assert_alike(found, right)
 
 
 def test_by_micro_batch_another_cut_draws_other_numbers():
     options = {"randomness": "by_micro_batch"}
-    (whole,) = shared(1).run(train, Single(), Draws(), BATCH, options)
-    (cut,) = shared(1).run(train, Single(), Draws(), 3, options)
-    (on_two,) = {tuple(f[0]) for f in shared(2).run(train, DDP(), Draws(), 3, options)}
+    (whole,) = shared_pool(1).run(train, Single(), Draws(), BATCH, options)
+    (cut,) = shared_pool(1).run(train, Single(), Draws(), 3, options)
+    (on_two,) = {tuple(f[0]) for f in shared_pool(2).run(train, DDP(), Draws(), 3, options)}
     assert abs(whole[0][0] - cut[0][0]) > 1e-3
     torch.testing.assert_close(list(on_two), cut[0], rtol=1e-5, atol=1e-6)

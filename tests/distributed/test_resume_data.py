@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.data.feed import TrainFeed
+from torsh_trainer.data.feed import TrainLoader
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut
+from torsh_trainer.data.sampler import BatchPartition
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import (
     SAMPLES,
     Leg,
@@ -30,7 +30,7 @@ from torsh_trainer.testing.resuming import (
     saving,
 )
 from torsh_trainer.testing.tiny import TinyModelOptions
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.trainer import Trainer
 
 STEPS = 8
 """Two epochs of 8, 8 and a tail of 6 samples, and two steps more."""
@@ -132,7 +132,7 @@ def travelled(
     """By step, the micro-batches in the order of the global batch: ids that counted, and loss."""
     steps: dict[int, list[tuple[list[int], float]]] = {}
     for ranks, until in journey:
-        legs = shared(ranks).run(one_leg, kind, loading, folder, until, known)
+        legs = shared_pool(ranks).run(one_leg, kind, loading, folder, until, known)
         for step in legs[0].consumed:
             mine = [list(zip(leg.consumed[step], leg.losses[step], strict=True)) for leg in legs]
             rounds = range(max(map(len, mine)))
@@ -202,10 +202,10 @@ def test_a_stream_that_forgets_where_it_was_shows(tmp_path: Path) -> None:
 
 
 def test_ranks_that_read_different_streams_are_told_of(tmp_path: Path) -> None:
-    said = shared(2).run(unlike, tmp_path)
+    said = shared_pool(2).run(unlike, tmp_path)
     assert "do not read the same stream" in said[0]
     assert said[1] == ""
-    assert shared(2).run(alike, tmp_path) == ["", ""]
+    assert shared_pool(2).run(alike, tmp_path) == ["", ""]
 
 
 def unlike(comm: Communicator, folder: Path) -> str:
@@ -225,8 +225,8 @@ def words(comm: Communicator, *, at: int) -> str:
 
     task = ReadingTask("keeping")
     task.data.train = Odd()
-    cut = Cut(8, 2, comm.world.size, comm.world.rank)
-    feed = TrainFeed(task, loading(0), cut, comm, seed=0)
+    cut = BatchPartition(8, 2, comm.world.size, comm.world.rank)
+    feed = TrainLoader(task, loading(0), cut, comm, seed=0)
     steps = feed.steps()
     next(steps)
     said: list[str] = []

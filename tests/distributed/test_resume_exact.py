@@ -21,19 +21,18 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.optimizers import short_names
-from torsh_trainer.precision import LossScaling, Precision
-from torsh_trainer.rank import Rank
-from torsh_trainer.schedule.plateau import ReduceOnPlateau
-from torsh_trainer.schedule.shapes import Cosine
-from torsh_trainer.schedule.torch_scheduler import TorchSchedule
+from torsh_trainer.optim.optimizers import short_names
+from torsh_trainer.optim.precision import LossScaling, Precision
+from torsh_trainer.optim.schedule.plateau import ReduceOnPlateau
+from torsh_trainer.optim.schedule.shapes import Cosine
+from torsh_trainer.optim.schedule.torch_scheduler import TorchSchedule
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.task import Mean, Task
+from torsh_trainer.tasks.base import Mean, Task
 from torsh_trainer.testing.compare import close
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import (
     SAMPLES,
     Leg,
@@ -44,7 +43,8 @@ from torsh_trainer.testing.resuming import (
     saving,
 )
 from torsh_trainer.testing.tiny import VOCABULARY, TinyModelOptions
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.run_parts import RunParts
+from torsh_trainer.training.trainer import Trainer
 
 STEPS = 6
 SMALL = 0.0005  # MiB: six buckets of the tiny model
@@ -118,7 +118,9 @@ JOURNEYS = ((1, 3, 4, STEPS), (2, 5, STEPS))
 def journey(made: Trainer, size: int, folder: Path, stops: tuple[int, ...]) -> list[Leg]:
     """Each rank's whole journey, with a checkpoint and a new engine at every stop."""
     options = saving(folder / "-".join(map(str, stops)), keep_last=1)
-    return shared(size).run(lives, dataclasses.replace(made, checkpoint=options), folder, stops)
+    return shared_pool(size).run(
+        lives, dataclasses.replace(made, checkpoint=options), folder, stops
+    )
 
 
 ON_FOUR = {
@@ -262,7 +264,7 @@ def test_a_sparse_gradient_is_refused_by_name_where_it_cannot_be_had(
     knobs: Strategy, tmp_path: Path
 ) -> None:
     made = dataclasses.replace(trainer("sgd", knobs), task=OneOfEach(leave=UNSHARDED[:2]))
-    for words in shared(2).run(refusal, made, tmp_path):
+    for words in shared_pool(2).run(refusal, made, tmp_path):
         assert "the embedding 'tables.sparseadam' was built with sparse=True" in words
 
 
@@ -280,7 +282,7 @@ def refusal(comm: Communicator, made: Trainer, folder: Path) -> str:
 def test_without_the_order_of_its_buckets_ddp_sums_otherwise_on_four_ranks(tmp_path: Path) -> None:
     made = trainer("sgd", STRATEGIES["ddp"])
     expected = journey(made, 4, tmp_path / "plain", (STEPS,))
-    legs = shared(4).run(
+    legs = shared_pool(4).run(
         without_order, dataclasses.replace(made, checkpoint=saving(tmp_path / "forgetful"))
     )
     for (order, first, second), truth in zip(legs, expected, strict=True):
@@ -295,9 +297,9 @@ def without_order(comm: Communicator, made: Trainer) -> tuple[list[str], Leg, Le
     """Two legs, the second of which is not told the order; and the order."""
     kept: list[str] = []
 
-    def forget(rank: Rank) -> None:
-        load = rank.engine.load_state_dict
-        taking: Any = rank.engine
+    def forget(parts: RunParts) -> None:
+        load = parts.engine.load_state_dict
+        taking: Any = parts.engine
 
         def meddled(state: dict[str, Any]) -> None:
             kept.extend(state["layout"]["ddp_ready_order"])
@@ -312,7 +314,7 @@ def without_order(comm: Communicator, made: Trainer) -> tuple[list[str], Leg, Le
 
 def test_a_sum_over_four_ranks_is_the_same_each_time_and_another_in_another_place() -> None:
     """What all of this stands on: gloo adds in an order that only the place in a buffer decides."""
-    for same_again, elsewhere in shared(4).run(sums):
+    for same_again, elsewhere in shared_pool(4).run(sums):
         assert same_again
         assert elsewhere
 

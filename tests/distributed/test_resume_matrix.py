@@ -25,15 +25,15 @@ from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sampler import ForwardKeys, epoch_order, mix
-from torsh_trainer.rank import Rank
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.task import DataSource, Task
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.tasks.base import DataSource, Task
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import live
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.run_parts import RunParts
+from torsh_trainer.training.trainer import Trainer
 
 SEED = 3
 BATCH, MICRO = 8, 2
@@ -164,10 +164,10 @@ def distances(comm: Communicator, trainer: Trainer, change: Any, expected: Plain
     """One life of a run on this rank, relative to plain PyTorch: the largest difference of each."""
     held: dict[str, Any] = {}
 
-    def keep(rank: Rank) -> None:
-        held["engine"] = rank.engine
+    def keep(parts: RunParts) -> None:
+        held["engine"] = parts.engine
         if change is not None:
-            change(rank)
+            change(parts)
 
     stop = SAVED_AT if trainer.checkpoint.at_end else None
     if change is not None:  # the check after a load would end the run before it shows
@@ -254,7 +254,7 @@ class Sources:
     def _saved(self, name: str, size: int, optimizer: str) -> Path:
         folder = self._folder / f"{name}-{size}-{optimizer}"
         made = trainer(strategies(size)[name], optimizer, CheckpointOptions(dir=str(folder)))
-        for far in shared(size).run(distances, made, None, plain(optimizer)):
+        for far in shared_pool(size).run(distances, made, None, plain(optimizer)):
             assert far["steps"] == list(range(1, SAVED_AT + 1))
             assert max(far["loss"], far["norm"]) <= BOUNDS[optimizer], far
         return folder / f"step-{SAVED_AT:08d}"
@@ -270,14 +270,14 @@ def resumed(
     name: str,
     size: int,
     optimizer: str,
-    change: Callable[[Rank], None] | None = None,
+    change: Callable[[RunParts], None] | None = None,
 ) -> list[dict[str, Any]]:
     """Each rank's distances from plain PyTorch after going on from ``checkpoint``."""
     options = CheckpointOptions(
         dir=str(checkpoint.parent / "not-written"), resume=str(checkpoint), at_end=False
     )
     made = trainer(strategies(size)[name], optimizer, options)
-    return shared(size).run(distances, made, change, plain(optimizer))
+    return shared_pool(size).run(distances, made, change, plain(optimizer))
 
 
 MOVES = ((1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 2), (4, 1))
@@ -319,22 +319,22 @@ def consumed_all(ranks: list[dict[str, Any]], optimizer: str) -> None:
 State = dict[str, Any]
 
 
-def between(rank: Rank, meddle: Callable[[State], State]) -> None:
+def between(parts: RunParts, meddle: Callable[[State], State]) -> None:
     """``meddle`` changes what the checkpoint gave before the engine takes it."""
-    load = rank.engine.load_state_dict
-    taking: Any = rank.engine
+    load = parts.engine.load_state_dict
+    taking: Any = parts.engine
     taking.load_state_dict = lambda state: load(meddle(dict(state)))
 
 
-def without_optimizer_state(rank: Rank) -> None:
+def without_optimizer_state(parts: RunParts) -> None:
     def meddle(state: State) -> State:
         main = state["optimizer"]["main"]
         return {**state, "optimizer": {"main": {**main, "state": {}}}}
 
-    between(rank, meddle)
+    between(parts, meddle)
 
 
-def two_parameters_swapped(rank: Rank) -> None:
+def two_parameters_swapped(parts: RunParts) -> None:
     def meddle(state: State) -> State:
         first, second = (state["model"][f"{i}.linear.weight"] for i in (0, 1))
         kept = first.detach().clone()
@@ -343,10 +343,10 @@ def two_parameters_swapped(rank: Rank) -> None:
             second.copy_(kept)
         return state
 
-    between(rank, meddle)
+    between(parts, meddle)
 
 
-def two_optimizer_states_swapped(rank: Rank) -> None:
+def two_optimizer_states_swapped(parts: RunParts) -> None:
     def meddle(state: State) -> State:
         main = state["optimizer"]["main"]
         slots = dict(main["state"])
@@ -354,10 +354,10 @@ def two_optimizer_states_swapped(rank: Rank) -> None:
         slots[first], slots[second] = slots[second], slots[first]
         return {**state, "optimizer": {"main": {**main, "state": slots}}}
 
-    between(rank, meddle)
+    between(parts, meddle)
 
 
-def settings_of_two_groups_swapped(rank: Rank) -> None:
+def settings_of_two_groups_swapped(parts: RunParts) -> None:
     def meddle(state: State) -> State:
         main = state["optimizer"]["main"]
         first, second = main["groups"]
@@ -367,11 +367,11 @@ def settings_of_two_groups_swapped(rank: Rank) -> None:
         ]
         return {**state, "optimizer": {"main": {**main, "groups": swapped}}}
 
-    between(rank, meddle)
+    between(parts, meddle)
 
 
-def position_off_by_a_sample(rank: Rank) -> None:
-    load, loop = rank.loop.load, rank.loop
+def position_off_by_a_sample(parts: RunParts) -> None:
+    load, loop = parts.program.load, parts.program
 
     def changed(state: Mapping[str, Any]) -> None:
         load(state)
@@ -381,15 +381,15 @@ def position_off_by_a_sample(rank: Rank) -> None:
     taking.load = changed
 
 
-def random_numbers_of_another_step(rank: Rank) -> None:
+def random_numbers_of_another_step(parts: RunParts) -> None:
     """The same samples, and other units dropped."""
-    feed = rank._feed
-    taking: Any = rank
+    factory: Any = parts.factory
+    feed = factory._feed
 
-    def other(cut: Any, position: Any) -> Any:
-        return feed(cut, dataclasses.replace(position, step=position.step + 1))
+    def other(cut: Any, position: Any, state: Any) -> Any:
+        return feed(cut, dataclasses.replace(position, step=position.step + 1), state)
 
-    taking._feed = other
+    factory._feed = other
 
 
 CONTROLS = (
@@ -403,7 +403,9 @@ CONTROLS = (
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_what_is_lost_on_the_way_shows(control: Callable[[Rank], None], sources: Sources) -> None:
+def test_what_is_lost_on_the_way_shows(
+    control: Callable[[RunParts], None], sources: Sources
+) -> None:
     for optimizer, bound in BOUNDS.items():
         checkpoint = sources.saved("ddp", 4, optimizer)
         for far in resumed(checkpoint, "fsdp", 2, optimizer, control):

@@ -15,10 +15,10 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, random_spl
 
 from torsh_trainer import DataSource, Loading, OptimizerSpec, Task, Trainer
 from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import run_in
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
 

@@ -19,14 +19,15 @@ from torsh_trainer.callbacks.base import EvaluationReport, StepReport
 from torsh_trainer.callbacks.early_stopping import EarlyStopping
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Interrupted, TorshError
-from torsh_trainer.rank import Rank
-from torsh_trainer.schedule.plateau import ReduceOnPlateau
+from torsh_trainer.optim.schedule.plateau import ReduceOnPlateau
 from torsh_trainer.strategies.base import Strategy
-from torsh_trainer.task import Mean
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.tasks.base import Mean
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import SentenceTask
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.testing.tiny import TinyModelOptions
+from torsh_trainer.training.rank_run import RankRun
+from torsh_trainer.training.run_parts import RunParts
 
 STEPS = 12
 BATCHES = 5
@@ -94,10 +95,11 @@ def lived(comm: Communicator, trainer: Trainer, folder: Path, *, seed: int = 0) 
     diary = Diary()
     trainer = replace(trainer, callbacks=(*trainer.callbacks, diary))
     mesh = strategy.mesh(comm.world)
-    rank = Rank(trainer, comm.world, comm, mesh, strategy, folder, time.perf_counter())
+    parts = RunParts(trainer, comm.world, comm, mesh, strategy, folder)
+    run = RankRun(parts, began=time.perf_counter())
     try:
-        rank.run()
-        state = whole_state(rank.engine.state_dict(), comm)["model"]
+        run.run()
+        state = whole_state(parts.engine.state_dict(), comm)["model"]
         return {"told": diary.told, "drawn": diary.drawn, "model": state}
     except TorshError as error:
         batches = getattr(trainer.task, "batches", 0)
@@ -106,10 +108,10 @@ def lived(comm: Communicator, trainer: Trainer, folder: Path, *, seed: int = 0) 
             "told": diary.told,
             "drawn": diary.drawn,
             "batches": batches,
-            "step": rank.loop.position.step if "engine" in vars(rank) else 0,
+            "step": parts.program.position.step if "engine" in vars(parts) else 0,
         }
     finally:
-        rank.close()
+        run.close()
 
 
 def together(first: list[Any], last: list[Any], number: int) -> list[Any]:
@@ -130,7 +132,7 @@ def interrupted_within_an_evaluation(
 
 
 def check_interrupted(strategy: Strategy, tmp_path: Path, *, batch: int, seen: int) -> None:
-    for answer in shared(2).run(interrupted_within_an_evaluation, tmp_path, strategy, batch):
+    for answer in shared_pool(2).run(interrupted_within_an_evaluation, tmp_path, strategy, batch):
         whole, first, again = answer["whole"], answer["first"], answer["again"]
         assert isinstance(first["error"], Interrupted)
         assert first["step"] == 6
@@ -169,7 +171,7 @@ def test_every_rank_refuses_in_the_same_words_what_only_one_rank_sees(tmp_path: 
         data = lived(comm, made(tmp_path / "run", strategy, task=shorter), tmp_path)
         return [(str(one["error"]), one["error"].facts.get("allow")) for one in (seed, data)]
 
-    first, second = shared(2).run(case)
+    first, second = shared_pool(2).run(case)
     assert first == second
     assert "trainer.seed was 0 and is 4" in first[0][0]
     assert first[0][1] == ["seed"]
@@ -198,8 +200,8 @@ def test_a_report_that_an_interruption_cut_in_two_is_the_same_on_fewer_ranks(
         assert "error" not in life, life["error"]
         return life["told"]
 
-    whole = shared(4).run(begin)[0]
-    parts = shared(2).run(go_on)[0]
+    whole = shared_pool(4).run(begin)[0]
+    parts = shared_pool(2).run(go_on)[0]
     assert [row[:2] for row in parts] == [("train", 10), ("eval", 10)]
     (expected,) = [row for row in whole if row[:2] == ("train", 10)]
     assert abs(parts[0][2]["loss"] - expected[2]["loss"]) <= 1e-5 * expected[2]["loss"]

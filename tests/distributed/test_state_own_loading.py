@@ -13,13 +13,13 @@ from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
+from torsh_trainer.tasks.weights import load_pretrained
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.own_state import KINDS, OwnScenario
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import TrainingOutcome
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.testing.tiny import TinyModel, TinyModelOptions
-from torsh_trainer.weights import load_pretrained
 
 
 def save_and_load(
@@ -27,7 +27,7 @@ def save_and_load(
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """The state of the model that was saved, and the metrics of another that has loaded it."""
     saving = Driver(comm, strategy, OwnScenario(kind=kind, optimizer="adamw", ema_decay=0.5))
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(2):
         saving.step(number, outcome)
     state = saving.engine.state_dict()
@@ -39,7 +39,7 @@ def save_and_load(
     template = {"engine": loading.engine.state_template()}
     loading.engine.load_state_dict(checkpointer.load(template, path=path)["engine"])
     checkpointer.close()
-    return whole["model"], loading.finish(Outcome()).metrics
+    return whole["model"], loading.finish(TrainingOutcome()).metrics
 
 
 def plain_metrics(kind: type[TinyModel], state: dict[str, Any], ranks: int) -> dict[str, float]:
@@ -67,7 +67,7 @@ def test_a_checkpoint_reaches_a_model_by_its_own_loading(
     strategy: Strategy, kind: type[TinyModel], tmp_path: Path
 ) -> None:
     ranks = 1 if isinstance(strategy, Single) else 2
-    for state, metrics in shared(ranks).run(save_and_load, strategy, kind, tmp_path):
+    for state, metrics in shared_pool(ranks).run(save_and_load, strategy, kind, tmp_path):
         assert metrics == pytest.approx(plain_metrics(kind, state, ranks), rel=1e-6)
 
 

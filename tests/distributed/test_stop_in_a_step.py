@@ -20,12 +20,12 @@ from torsh_trainer import Callback, CheckpointOptions, DataSource, Loading, Task
 from torsh_trainer.checkpoint.state import read_state
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Interrupted
-from torsh_trainer.schedule.shapes import Cosine
+from torsh_trainer.optim.schedule.shapes import Cosine
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.trainer import run_in
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.training.trainer import run_in
 
 STEPS = 2
 X = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
@@ -135,5 +135,5 @@ def journeys(comm: Communicator, strategy: Strategy, folder: Path) -> list[str]:
 def test_a_stop_at_any_point_of_a_step_leaves_the_settings_that_no_stop_leaves(
     strategy: Strategy, tmp_path: Path
 ) -> None:
-    [wrong] = shared(1).run(journeys, strategy, tmp_path)
+    [wrong] = shared_pool(1).run(journeys, strategy, tmp_path)
     assert wrong == []

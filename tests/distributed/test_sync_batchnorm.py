@@ -11,7 +11,7 @@ from torch import nn
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.sync_batchnorm import count_normalised, separate, synchronise
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 
 INPUTS = torch.randn(10, 4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -54,7 +54,7 @@ def test_uneven_parts_a_filler_and_a_second_derivative_are_as_in_one_norm(
     plain = build_norm(**options)
     outputs, gradient = run_norm(plain, INPUTS)
     plain(INPUTS)
-    ranks = shared(2).run(run_part, options)
+    ranks = shared_pool(2).run(run_part, options)
     torch.testing.assert_close(torch.cat([found[0] for found in ranks]), outputs)
     torch.testing.assert_close(torch.cat([found[1] for found in ranks]), gradient)
     expected = plain.eval()(INPUTS).detach()
@@ -80,7 +80,7 @@ def convert_own(comm: Communicator) -> str:
 
 
 def test_a_norm_with_a_forward_of_its_own_is_refused_by_name() -> None:
-    for words in shared(2).run(convert_own):
+    for words in shared_pool(2).run(convert_own):
         assert "sync_batchnorm" in words
         assert "'0' is a OwnNorm" in words
 
@@ -97,7 +97,7 @@ def give_one_value(comm: Communicator) -> str:
 
 
 def test_one_value_of_all_processes_is_refused_on_all_of_them() -> None:
-    for words in shared(2).run(give_one_value):
+    for words in shared_pool(2).run(give_one_value):
         assert "more than 1 value per channel" in words
 
 
@@ -114,4 +114,4 @@ def count_seen(comm: Communicator) -> list[int]:
 
 
 def test_the_samples_that_are_normalised_together_are_counted() -> None:
-    assert shared(2).run(count_seen) == [[0, 5, 10, 5]] * 2
+    assert shared_pool(2).run(count_seen) == [[0, 5, 10, 5]] * 2

@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torsh_trainer import DDP, FSDP, Single
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.precision import Precision
-from torsh_trainer.rank import Rank
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import SentenceTask, live, saving
 from torsh_trainer.testing.tiny import TinyModelOptions
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.run_parts import RunParts
+from torsh_trainer.training.trainer import Trainer
 
 STRATEGIES = {
     "single": Single(),
@@ -67,7 +67,7 @@ def resume(
 ) -> str:
     """What the run that goes on says; empty when it trains on. ``meddle`` spoils that rank."""
 
-    def begin(running: Rank) -> None:
+    def begin(running: RunParts) -> None:
         engine: Any = running.engine
         load = engine.load_state_dict
 
@@ -142,8 +142,8 @@ PATHS = [
 def test_what_was_saved_under_any_strategy_is_what_any_other_holds(
     before: str, after: str, tmp_path: Path
 ) -> None:
-    shared(1 if before == "single" else 2).run(save, STRATEGIES[before], tmp_path)
-    answers = shared(1 if after == "single" else 2).run(resume, STRATEGIES[after], tmp_path)
+    shared_pool(1 if before == "single" else 2).run(save, STRATEGIES[before], tmp_path)
+    answers = shared_pool(1 if after == "single" else 2).run(resume, STRATEGIES[after], tmp_path)
     assert set(answers) == {""}
 
 
@@ -152,7 +152,7 @@ def test_what_was_saved_under_any_strategy_is_what_any_other_holds(
 def test_a_load_that_goes_wrong_ends_the_run_before_its_first_step(
     name: str, meddle: Callable[[Any], None], tmp_path: Path
 ) -> None:
-    ranks = shared(1 if name == "single" else 2)
+    ranks = shared_pool(1 if name == "single" else 2)
     ranks.run(save, STRATEGIES[name], tmp_path)
     for answer in ranks.run(resume, STRATEGIES[name], tmp_path, meddle):
         assert SPOILT[meddle] in answer
@@ -170,18 +170,18 @@ def _unchecked(
 
 @pytest.mark.parametrize("name", ["ddp", "gloo"])
 def test_a_replica_that_differs_is_found_too(name: str, tmp_path: Path) -> None:
-    shared(2).run(save, STRATEGIES[name], tmp_path)
-    answers = shared(2).run(resume, STRATEGIES[name], tmp_path, change_a_bit, 1)
+    shared_pool(2).run(save, STRATEGIES[name], tmp_path)
+    answers = shared_pool(2).run(resume, STRATEGIES[name], tmp_path, change_a_bit, 1)
     assert all("model.head.weight is not what was saved" in answer for answer in answers)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_another_precision_is_no_difference(name: str, tmp_path: Path) -> None:
     strategy = STRATEGIES[name]
-    shared(2).run(_saved_at, strategy, tmp_path)
+    shared_pool(2).run(_saved_at, strategy, tmp_path)
     true_bf16 = Precision(params="bf16", compute="bf16", reduce="bf16")
-    assert set(shared(2).run(_at, strategy, tmp_path, true_bf16, 3)) == {""}
-    assert set(shared(2).run(_at, strategy, tmp_path, Precision(compute="bf16"), 4)) == {""}
+    assert set(shared_pool(2).run(_at, strategy, tmp_path, true_bf16, 3)) == {""}
+    assert set(shared_pool(2).run(_at, strategy, tmp_path, Precision(compute="bf16"), 4)) == {""}
 
 
 PLAIN = {"task": SentenceTask(optimizers="adamw")}  # torch's BatchNorm takes no bf16 beside fp32
@@ -204,5 +204,5 @@ def test_asynchronous_saves_have_hashes_too(tmp_path: Path) -> None:
         return resume(comm, strategy, folder, change_a_bit) + resume(comm, strategy, folder)
 
     for name in ("ddp", "fsdp"):
-        for answer in shared(2).run(case, STRATEGIES[name], tmp_path / name):
+        for answer in shared_pool(2).run(case, STRATEGIES[name], tmp_path / name):
             assert "model.head.weight is not what was saved" in answer

@@ -53,7 +53,7 @@ class NeverShards(DDP):
     name = "never_shards"
 
     def mesh(self, world):
-        return replace(super().mesh(world), dp_rank=0)
+        return replace(super().mesh(world), rank=0)
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,19 @@ class Refuses(Single):
 
 
 @dataclass(frozen=True)
+class Measures(Single):
+    """Fails where operations may add in an order of their own."""
+
+    name = "measures"
+
+    def prepare(self, job, comm):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark
+        return super().prepare(job, comm)
+
+
+@dataclass(frozen=True)
 class Fails(Single):
     name = "fails"
 
@@ -125,6 +138,7 @@ STRATEGIES = {
     "never_clips": "NeverClips",
     "refuses": "Refuses",
     "fails": "Fails",
+    "measures": "Measures",
 }
 
 
@@ -175,6 +189,11 @@ def test_strategies_that_agree_do_so_on_both_rungs(verify: Any) -> None:
         assert len(set(losses)) == 3, "it trained"
         assert [row["samples"] for row in outcomes[fsdp]["rows"][1:]] == [64, 128, 192]
         assert outcomes[fsdp]["largest"]["parameters"]["absolute"] <= 1e-6
+
+
+def test_operations_are_deterministic_while_strategies_are_compared(verify: Any) -> None:
+    done, content = verify("[single,measures]", "verify.ladder=[sgd]", "verify.steps=2")
+    assert rung(content, "sgd")["measures"]["status"] == "agrees", done.stdout
 
 
 @pytest.mark.timeout(2000)  # nine strategies, one after the other, beside other tests

@@ -6,7 +6,7 @@ import pytest
 
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.zero1 import check_zero1
 
 
@@ -14,4 +14,4 @@ from torsh_trainer.testing.zero1 import check_zero1
 def test_four_ranks_step_a_part_each_and_end_where_all_of_them_step_everything(
     kind: type[Gloo] | type[DDP],
 ) -> None:
-    check_zero1(shared(4), kind(), kind(zero1=True))
+    check_zero1(shared_pool(4), kind(), kind(zero1=True))

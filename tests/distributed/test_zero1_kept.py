@@ -15,7 +15,7 @@ from torsh_trainer import DDP
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.testing import cases, reference
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyTask
 
@@ -74,6 +74,6 @@ def test_attributes_and_hooks_of_an_optimizer_are_those_of_plain_torch(
 ) -> None:
     scenario = KeptScenario(kind=kind)
     plain = reference.train(scenario, 2)
-    for outcome in shared(2).run(cases.train, strategy, scenario):
+    for outcome in shared_pool(2).run(cases.train, strategy, scenario):
         for name, value in plain.parameters.items():
             torch.testing.assert_close(outcome.parameters[name], value, rtol=1e-5, atol=1e-6)

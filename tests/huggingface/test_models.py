@@ -14,7 +14,7 @@ import transformers
 from torch.utils.data import TensorDataset
 
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.task import DataSource
+from torsh_trainer.tasks.base import DataSource
 from torsh_trainer.tasks.huggingface import library
 from torsh_trainer.tasks.huggingface.checks import positions_of
 from torsh_trainer.tasks.huggingface.heads import CausalLM, SequenceClassification
@@ -162,7 +162,7 @@ def test_a_library_that_is_not_installed_is_named_with_the_command(monkeypatch):
 def test_the_library_is_loaded_when_a_model_is_made_and_not_before(run_command, tmp_path):
     script = """
 import sys
-from torsh_trainer.checkpoint.door import export
+from torsh_trainer.checkpoint.cli import export
 from torsh_trainer.tasks.huggingface import checks, heads, models, records, text, tokenizer
 made = models.HuggingFaceModel(config="gpt2")
 heads.CausalLM(lambda: made, text.Documents(path="x", tokenizer="."))

@@ -14,20 +14,20 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.data.feed import TrainFeed
+from torsh_trainer.data.feed import TrainLoader
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, epoch_order
-from torsh_trainer.optimizers import OptimizerSpec
+from torsh_trainer.data.sampler import BatchPartition, epoch_order
+from torsh_trainer.optim.optimizers import OptimizerSpec
 from torsh_trainer.strategies import builtin
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.tasks.huggingface.heads import CausalLM, SequenceClassification
 from torsh_trainer.tasks.huggingface.models import HuggingFaceModel
 from torsh_trainer.tasks.language_model import IGNORED
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 
 SAMPLES, BATCH, SEED, STEPS, LR = 24, 8, 7, 3, 0.5
 LLAMA = {
@@ -100,11 +100,13 @@ class SeededClassification(SequenceClassification):
         return super().build_model()
 
 
-def task_of(kind: str, knobs: Mapping[str, Any], **options: Any) -> Task:
+def task_of(
+    kind: str, knobs: Mapping[str, Any], *, chunked_loss: Any = "auto", **options: Any
+) -> Task:
     sgd = OptimizerSpec("SGD", lr=LR)
     if kind != "bert":
         model = partial(model_of, kind, knobs, **options)
-        return SeededLM(model, Sentences(labelled=False), sgd)
+        return SeededLM(model, Sentences(labelled=False), sgd, chunked_loss=chunked_loss)
     model = partial(model_of, kind, {**knobs, "num_labels": 3}, **options)
     return SeededClassification(model, Sentences(labelled=True), sgd)
 
@@ -126,8 +128,8 @@ def train(
     plan = BatchPlan(BATCH, micro, BATCH // micro // size, size)
     job = Job(made, made.build_model, plan, **{"randomness": "by_sample", **options})
     engine = strategy.prepare(job, comm)
-    cut = Cut(BATCH, micro, size, comm.world.rank)
-    feed = TrainFeed(made, Loading(batch_size=BATCH), cut, comm, seed=SEED).steps()
+    cut = BatchPartition(BATCH, micro, size, comm.world.rank)
+    feed = TrainLoader(made, Loading(batch_size=BATCH), cut, comm, seed=SEED).steps()
     losses = []
     for _ in range(STEPS):
         work = next(feed)
@@ -185,13 +187,32 @@ ENGINES = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize(("size", "strategy", "micro"), ENGINES)
+def test_a_loss_without_logits_trains_alike_under_every_engine(size, strategy, micro, kind):
+    right = plain(kind)
+    chunked = partial(train, chunked_loss=True)
+    for found in shared_pool(size).run(chunked, strategy, micro, {}, kind, STILL[kind]):
+        assert_alike(found, right)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_loss_without_logits_leaves_what_a_sample_draws(kind):
+    (right,) = shared_pool(1).run(train, Single(), 8, {}, kind, DROPPING[kind])
+    for size, micro in ((1, 4), (2, 4)):
+        strategy = Single() if size == 1 else DDP()
+        chunked = partial(train, chunked_loss=True)
+        for found in shared_pool(size).run(chunked, strategy, micro, {}, kind, DROPPING[kind]):
+            assert_alike(found, right)
+
+
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize(("size", "strategy", "micro"), ENGINES)
 def test_every_engine_trains_as_plain_transformers_on_the_mean_over_what_counts(
     size, strategy, micro, kind
 ):
     right = plain(kind)
-    for found in shared(size).run(train, strategy, micro, {}, kind, STILL[kind]):
+    for found in shared_pool(size).run(train, strategy, micro, {}, kind, STILL[kind]):
         assert_alike(found, right)
         if kind == "gpt2":
             weights = found[1]
@@ -203,19 +224,19 @@ def test_every_engine_trains_as_plain_transformers_on_the_mean_over_what_counts(
 @pytest.mark.parametrize(("size", "strategy", "micro"), ENGINES[1:5])
 def test_dropout_is_the_same_however_the_batch_is_cut(size, strategy, micro, kind, attention):
     case = partial(train, attn_implementation=attention)
-    (right,) = shared(1).run(case, Single(), BATCH, {}, kind, DROPPING[kind])
-    (still,) = shared(1).run(case, Single(), BATCH, {}, kind, STILL[kind])
+    (right,) = shared_pool(1).run(case, Single(), BATCH, {}, kind, DROPPING[kind])
+    (still,) = shared_pool(1).run(case, Single(), BATCH, {}, kind, STILL[kind])
     assert right[0] != still[0]
-    for found in shared(size).run(case, strategy, micro, {}, kind, DROPPING[kind]):
+    for found in shared_pool(size).run(case, strategy, micro, {}, kind, DROPPING[kind]):
         assert_alike(found, right)
 
 
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize(("size", "strategy", "micro"), [ENGINES[i].values for i in (0, 2, 3)])
-@pytest.mark.parametrize("by", ["model", "trainer"])
+@pytest.mark.parametrize("by", ["model", "trainer", "selective"])
 def test_activations_that_are_computed_again_change_nothing(size, strategy, micro, kind, by):
-    (right,) = shared(1).run(train, Single(), BATCH, {}, kind, DROPPING[kind])
+    (right,) = shared_pool(1).run(train, Single(), BATCH, {}, kind, DROPPING[kind])
     case = partial(train, gradient_checkpointing=by == "model")
-    options = {"activation_checkpointing": by == "trainer"}
-    for found in shared(size).run(case, strategy, micro, options, kind, DROPPING[kind]):
+    options = {"activation_checkpointing": {"model": False, "trainer": True}.get(by, by)}
+    for found in shared_pool(size).run(case, strategy, micro, options, kind, DROPPING[kind]):
         assert_alike(found, right)

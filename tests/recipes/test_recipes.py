@@ -56,6 +56,7 @@ def test_the_language_model_reports_perplexity_tokens_and_utilisation(
             "trainer.log_every=10",
             "data.batch_size=8",
             "model.layers=1",
+            "trainer.peak_tflops=100",
         ]
     )
     metrics = result_of(done, tmp_path)["metrics"]
@@ -64,7 +65,8 @@ def test_the_language_model_reports_perplexity_tokens_and_utilisation(
     assert metrics["test_bits_per_byte"] == pytest.approx(metrics["test_loss"] / math.log(2))
     row = reports_of(tmp_path, "train")[-1]
     assert row["tokens_per_s"] == pytest.approx(row["samples_per_s"] * 128)
-    assert 0 < row["mfu"] < 1
+    assert row["tflops_per_device"] > 0
+    assert row["mfu"] == pytest.approx(row["tflops_per_device"] / 100)
 
 
 def test_a_model_of_transformers_learns_bytes(warm_door: Door, tmp_path: Path) -> None:

@@ -26,15 +26,15 @@ import pytest
 import yaml
 from hydra import compose
 
-from torsh_trainer.assemble import Order, trainer_of
+from torsh_trainer.assemble import RunRequest, plan_run
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.config import command_line
-from torsh_trainer.config.app import CONFIG, opened
+from torsh_trainer.config.app import CONFIG, open_app
 from torsh_trainer.config.roots import find_roots
 from torsh_trainer.config.wording import plain
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.trainer import run_in
+from torsh_trainer.training.trainer import run_in
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate
 from torsh_trainer.translate.recipe import recipe_of
@@ -77,7 +77,7 @@ def recipes(corpus: list[Path], tmp_path_factory: pytest.TempPathFactory) -> lis
             file = folder / f"{len(composed)}.yaml"
             file.write_text(f"# @package _global_\n{text}")
             line = command_line.parse([f"+recipe={file}", *PARTS])
-            with opened(line, find_roots(None)) as app:
+            with open_app(line, find_roots(None)) as app:
                 composed[shape] = plain(compose(CONFIG, app.overrides))
         config = copy.deepcopy(composed[shape])
         for path, value in flat(knobs).items():
@@ -176,7 +176,7 @@ def covering(recipes: list[Recipe]) -> list[Recipe]:
 
 
 def steps_of(comm: Communicator, config: dict[str, Any], run_dir: Path) -> tuple[int, float | None]:
-    content = run_in(comm.world, trainer_of(Order(config, run_dir, (), ()))).content
+    content = run_in(comm.world, plan_run(RunRequest(config, run_dir, (), ()))).content
     return content["steps"], content["train_loss"]
 
 
@@ -184,7 +184,7 @@ def test_every_recipe_composes_to_a_trainer_and_those_that_cover_all_train_two_s
     recipes: list[Recipe], tmp_path: Path
 ) -> None:
     for recipe in recipes:
-        trainer_of(Order(recipe.config, None, (), ()))
+        plan_run(RunRequest(recipe.config, None, (), ()))
     chosen = covering(recipes)
     failed: dict[str, str] = {}
     began = time.perf_counter()

@@ -13,7 +13,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed import job, keys, versions
 from torsh_trainer.translate.deepspeed.rules import RULES
 from torsh_trainer.translate.deepspeed.source import Options
-from torsh_trainer.translate.deepspeed.translator import filled, translate
+from torsh_trainer.translate.deepspeed.translator import fill, translate
 from torsh_trainer.translate.plan import VERDICTS, Ledger
 
 
@@ -152,7 +152,7 @@ class TestPrecision:
     @pytest.mark.parametrize(
         ("config", "precision", "reduce"),
         [
-            ({}, None, None),
+            ({}, "fp32", None),  # said, since a recipe that is silent has precision=auto
             ({"bf16": {"enabled": True}}, "bf16_true", "bf16"),
             ({"bfloat16": {"enabled": True}}, "bf16_true", "bf16"),
             ({"fp16": {"enabled": True}}, "fp16_true", "fp16"),
@@ -434,8 +434,8 @@ class TestAuto:
         settings = {"bf16": "true", "per_device_train_batch_size": "2"}
         options = Options(context="hf-trainer", world_size=4, settings=settings)
         with pytest.raises(ConfigError, match="--set max_steps=STEPS"):
-            filled(self.FILE, options)
-        config = filled(self.FILE, replace(options, settings={**settings, "max_steps": "7"}))
+            fill(self.FILE, options)
+        config = fill(self.FILE, replace(options, settings={**settings, "max_steps": "7"}))
         assert config["zero_optimization"] == {"stage": 3}
         assert config["scheduler"]["params"]["total_num_steps"] == 7
 

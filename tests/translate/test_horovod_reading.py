@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torsh_trainer.__main__ import main
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate import report
-from torsh_trainer.translate.engines import Asked, is_horovod, work_of
+from torsh_trainer.translate.base import TranslationRequest
+from torsh_trainer.translate.engines import translator_of, work_of
 from torsh_trainer.translate.horovod.job import Options
 from torsh_trainer.translate.horovod.translator import original, translate
 
@@ -92,7 +93,7 @@ def findings(plan, key):
     ],
 )
 def test_the_engine_is_told_by_the_content(write, name, text, horovod):
-    assert is_horovod(write(text, name)) is horovod
+    assert (translator_of(write(text, name)).name == "horovod") is horovod
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_the_engine_is_told_by_the_content(write, name, text, horovod):
 )
 def test_a_file_of_neither_is_named_with_what_is_known(write, name, text):
     with pytest.raises(ConfigError, match="nothing that translate knows") as caught:
-        is_horovod(write(text, name))
+        translator_of(write(text, name))
     assert "DeepSpeed's JSON" in caught.value.fix
     assert "imports horovod.torch" in caught.value.fix
 
@@ -307,7 +308,7 @@ WRONG_YAML = {
 @pytest.mark.parametrize("text", WRONG_YAML)
 def test_wrong_yaml_is_an_error_that_says_what_would_be_right(write, text):
     with pytest.raises(ConfigError) as caught:
-        work_of(write(text, "c.yaml"), Asked()).translate()
+        work_of(write(text, "c.yaml"), TranslationRequest()).translate()
     assert WRONG_YAML[text] in str(caught.value)
 
 
@@ -391,9 +392,9 @@ def test_public_configurations_are_taken_whole(repository):
     for path in files:
         if "helm" in path.name:
             with pytest.raises(ConfigError, match="nothing that translate knows"):
-                work_of(path, Asked())
+                work_of(path, TranslationRequest())
             continue
-        plan = work_of(path, Asked()).translate()
+        plan = work_of(path, TranslationRequest()).translate()
         assert plan.engine == "horovod"
         assert plan.counts["refused"] == 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from torsh_trainer.data.sampler import Cut, GlobalSampler
+from torsh_trainer.data.sampler import BatchPartition, GlobalSampler
 from torsh_trainer.translate.horovod.job import Options
 from torsh_trainer.translate.horovod.rules import RULES
 from torsh_trainer.translate.horovod.translator import translate
@@ -806,7 +806,7 @@ def torchs_steps(processes: int, batch: int) -> list[list[int]]:
 def native_steps(processes: int, micro: int, passes: int) -> list[list[int]]:
     steps: list[list[int]] = [[] for _ in range(SIZE // (micro * passes * processes))]
     for rank in range(processes):
-        cut = Cut(micro * passes * processes, micro, processes, rank)
+        cut = BatchPartition(micro * passes * processes, micro, processes, rank)
         sampler = GlobalSampler(SIZE, cut, seed=0, shuffle=False, drop_last=True)
         for step, planned in zip(steps, sampler.plans(0), strict=False):
             step += [place for share in planned.shares for place in share.ids]

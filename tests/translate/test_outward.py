@@ -19,7 +19,8 @@ from torsh_trainer.__main__ import main
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate import report
 from torsh_trainer.translate.deepspeed import keys, versions
-from torsh_trainer.translate.deepspeed.source import Options, Source, source_of
+from torsh_trainer.translate.deepspeed.normalising import normalise
+from torsh_trainer.translate.deepspeed.source import Options, Source
 from torsh_trainer.translate.deepspeed.translator import translate
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outward import accelerate, deepspeed, torchtitan
@@ -82,7 +83,7 @@ def content_of(plan: Plan) -> dict[str, Any]:
 
 
 def normalised(config: Mapping[str, Any], options: Options) -> Source:
-    return source_of(read(config), options)
+    return normalise(read(config), options)
 
 
 def same(source: Source) -> dict[str, Any]:
@@ -562,7 +563,8 @@ def test_a_recipe_of_the_repository_is_translated_by_its_name(capsys, tmp_path, 
     code, out, _ = door(capsys, "digits", "--to", "deepspeed")
     assert code == 11
     assert "DeepSpeed's file has no Cosine" in out
-    plain = ("schedule=constant", "schedule.warmup_ratio=null", "strategy=ddp")
+    assert "precision=auto is bf16_mixed on a GPU: autocast" in out
+    plain = ("schedule=constant", "schedule.warmup_ratio=null", "strategy=ddp", "precision=fp32")
     code, _, _ = door(capsys, "digits", "--to", "deepspeed", "-o", "ds.json", *plain)
     assert code == 10  # norms and biases
     assert translate(tmp_path / "ds.json").exit_code == 0

@@ -81,7 +81,7 @@ def test_accelerate_takes_the_file_and_cuts_as_the_recipe_does(read):
     assert plugin.transformer_cls_names_to_wrap is None
     assert not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     assert mesh == (1, 1)
-    assert env["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert env["ACCELERATE_MIXED_PRECISION"] == "bf16"  # what auto is on a GPU
     assert env["ACCELERATE_DYNAMO_BACKEND"] == "NO"
     assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in env
 
@@ -106,7 +106,7 @@ KNOBS: dict[str, Callable[[Read], Any]] = {
 @pytest.mark.parametrize("knob", KNOBS)
 def test_every_knob_that_is_written_is_one_that_accelerate_heeds(read, knob):
     assert KNOBS[knob](read(knob))
-    assert not KNOBS[knob](read())
+    assert not KNOBS[knob](read("precision=fp32"))
 
 
 def test_accelerate_refuses_what_it_does_not_know_and_a_file_that_counts_no_processes(read):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import difflib
 import json
 import math
 
@@ -166,6 +167,24 @@ def test_a_key_that_nobody_knows_is_an_error_with_the_nearest_key(write, what):
     assert "DeepSpeed knows no key" in str(caught.value)
     assert advice in str(caught.value)
     assert str(caught.value).split("ds.json:")[1].startswith("1:")
+
+
+def test_thousands_of_unknown_keys_are_told_and_the_nearest_is_looked_up_for_the_first(
+    write, monkeypatch
+):
+    """To look one up takes a millisecond or two, and nobody reads on."""
+    looked_up, own = [], difflib.get_close_matches
+
+    def count(word, *args, **kwargs):
+        looked_up.append(word)
+        return own(word, *args, **kwargs)
+
+    monkeypatch.setattr(difflib, "get_close_matches", count)
+    keys = [f"gradient_clippin{number:04}" for number in range(8000)]
+    with pytest.raises(ConfigError, match="did you mean 'gradient_clipping'") as caught:
+        translate(write(json.dumps({"train_batch_size": 8, **dict.fromkeys(keys, 1)})))
+    assert len(caught.value.facts["problems"]) == 8000
+    assert looked_up == keys[:100]
 
 
 def test_lenient_only_warns_of_what_deepspeed_passes_over(write, finding_of):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torsh_trainer.data.arithmetic import batch_numbers, resumed_batch_numbers
+from torsh_trainer.data.arithmetic import batch_numbers, batch_numbers_on_resume
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.duration import seconds
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.utils.duration import seconds
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_global_batch_keeps_its_micro_batch_on_another_number_of_ranks(before,
     saved = batch_numbers(
         Loading(batch_size=64, micro_batch_size=8), accumulate=None, dp_size=before
     )
-    batch, micro, accumulate = resumed_batch_numbers(
+    batch, micro, accumulate = batch_numbers_on_resume(
         loading, accumulate=None, dp_size=after, saved_micro_batch_size=saved[1]
     )
     assert (batch, micro) == saved[:2]
@@ -51,11 +51,11 @@ def test_a_global_batch_keeps_its_micro_batch_on_another_number_of_ranks(before,
 
 def test_a_micro_batch_that_no_longer_divides_becomes_the_largest_that_does() -> None:
     alone = batch_numbers(Loading(batch_size=48), accumulate=None, dp_size=1)
-    two = resumed_batch_numbers(
+    two = batch_numbers_on_resume(
         Loading(batch_size=48), accumulate=None, dp_size=2, saved_micro_batch_size=alone[1]
     )
     assert two == (48, 24, 1)
-    odd = resumed_batch_numbers(
+    odd = batch_numbers_on_resume(
         Loading(batch_size=48), accumulate=None, dp_size=2, saved_micro_batch_size=16
     )
     assert odd == (48, 12, 2)
@@ -72,7 +72,7 @@ def test_a_micro_batch_that_no_longer_divides_becomes_the_largest_that_does() ->
 def test_numbers_that_the_knobs_fix_stand_on_a_resume(loading, accumulate) -> None:
     for ranks in (1, 2, 4):
         told = batch_numbers(loading, accumulate=accumulate, dp_size=ranks)
-        resumed = resumed_batch_numbers(
+        resumed = batch_numbers_on_resume(
             loading, accumulate=accumulate, dp_size=ranks, saved_micro_batch_size=4
         )
         assert resumed == told
@@ -80,7 +80,7 @@ def test_numbers_that_the_knobs_fix_stand_on_a_resume(loading, accumulate) -> No
 
 def test_a_global_batch_that_does_not_divide_over_the_new_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="63 or 66"):
-        resumed_batch_numbers(
+        batch_numbers_on_resume(
             Loading(batch_size=64), accumulate=None, dp_size=3, saved_micro_batch_size=8
         )
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import math
 import pickle
+import random
 import struct
 import sys
 import textwrap
@@ -17,6 +19,7 @@ import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
 
 from torsh_trainer.callbacks import logger as logger_module
@@ -28,13 +31,13 @@ from torsh_trainer.callbacks.mlflow import MLflow
 from torsh_trainer.callbacks.places import TAKEN
 from torsh_trainer.callbacks.profiler import Profiler
 from torsh_trainer.callbacks.summary import summarise
-from torsh_trainer.callbacks.tensorboard import TensorBoard
+from torsh_trainer.callbacks.tensorboard import TensorBoard, record
 from torsh_trainer.callbacks.throughput import Throughput
 from torsh_trainer.callbacks.wandb import WandB
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.lookup import imported
 from torsh_trainer.rundir import RunDir
-from torsh_trainer.world import World
+from torsh_trainer.utils.lookup import import_object
 
 
 def run_info(run_dir=None, **changes):
@@ -195,6 +198,13 @@ def test_tokens_and_utilisation_follow_from_samples_per_second(tmp_path):
     (row,) = json_rows(tmp_path / "metrics.jsonl")
     assert row["tokens_per_s"] == row["samples_per_s"] * 32
     assert row["mfu"] == row["samples_per_s"] * 2e6 / 1e9
+    assert row["tflops_per_device"] == row["samples_per_s"] * 2e6 / 1e12
+
+
+def test_flops_are_those_of_one_device_and_utilisation_waits_for_a_peak(tmp_path):
+    info = run_info(tmp_path, world=World(0, 4), flops_per_sample=2e12)
+    rates = Throughput.of(info).complete({"samples_per_s": 8.0})
+    assert rates == {"samples_per_s": 8.0, "tflops_per_device": 4.0}
 
 
 def test_a_rate_that_the_task_measured_itself_stays():
@@ -299,6 +309,13 @@ def test_tensorboard_reads_back_every_scalar(tmp_path):
     assert events.Scalars("train/lr")[0].wall_time == pytest.approx(time.time(), abs=600)
 
 
+@pytest.mark.parametrize("size", [0, 1, 7, 1000])
+def test_records_are_those_that_tensorboard_writes(size):
+    data, theirs = random.Random(size).randbytes(size), io.BytesIO()
+    RecordWriter(theirs).write(data)
+    assert record(data) == theirs.getvalue()
+
+
 def test_tensorboard_is_readable_while_the_run_goes_on(tmp_path):
     callback = TensorBoard()
     callback.on_start(run_info(tmp_path))
@@ -318,13 +335,14 @@ def test_tensorboard_is_imported_when_a_run_starts_and_not_in_a_step(tmp_path, r
         from types import SimpleNamespace
         from torsh_trainer.callbacks.tensorboard import TensorBoard
         def imported():
-            return [name for name in ("tensorboard", "tensorflow") if name in sys.modules]
+            names = ("tensorboard", "tensorflow", "boto3")
+            return [name for name in names if name in sys.modules]
         chosen = TensorBoard()
         print(imported())
         sink = chosen.open(SimpleNamespace(run_dir=Path(), first_step=0, trains=True))
         started = set(sys.modules)
         print(imported())
-        sink.write(SimpleNamespace(step=1, named=lambda: {"loss": 1.0}))
+        sink.write(SimpleNamespace(step=1, prefixed_metrics=lambda: {"loss": 1.0}))
         print(sorted(set(sys.modules) - started))
     """
     result = run_command([sys.executable, "-c", textwrap.dedent(script)], cwd=tmp_path)
@@ -667,7 +685,7 @@ def nodes(repository):
 def test_every_node_of_the_configuration_builds_its_callback_with_those_knobs(repository):
     for name, node in nodes(repository):
         knobs = {key: v for key, v in node.items() if key not in ("_target_", "enabled")}
-        callback = imported(node["_target_"], option="_target_")(**knobs)
+        callback = import_object(node["_target_"], option="_target_")(**knobs)
         assert isinstance(callback, Callback), name
         for knob, value in knobs.items():
             kept = getattr(callback, knob)
@@ -676,6 +694,6 @@ def test_every_node_of_the_configuration_builds_its_callback_with_those_knobs(re
 
 def test_every_callback_travels_to_a_worker_before_its_run_starts(repository):
     for _, node in nodes(repository):
-        callback = imported(node["_target_"], option="_target_")()
+        callback = import_object(node["_target_"], option="_target_")()
         copy = pickle.loads(cloudpickle.dumps(callback))
         assert copy.state_dict() == callback.state_dict()

@@ -15,8 +15,8 @@ from rich.console import Console as Terminal
 from torsh_trainer.callbacks.base import EvaluationReport, RunInfo, SaveReport, StepReport
 from torsh_trainer.callbacks.console import Console
 from torsh_trainer.callbacks.formatting import banner, batch_arithmetic, duration, number, size
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 RESULT = {
     "steps": 200,
@@ -178,8 +178,16 @@ def test_the_final_table_holds_metrics_time_memory_and_where_the_run_lies():
 def test_tokens_and_utilisation_take_the_place_of_samples():
     info = run_info(unit="tokens", units_per_sample=256, flops_per_sample=1e8, peak_flops=1e12)
     text = run(Shown(tty=False), info).raw
-    assert f"{4812.3 * 256:,.0f} tokens/s  mfu {4812.3 * 1e8 / 1e12:.1%}" in text
+    rates = f"{4812.3 * 256:,.0f} tokens/s  0.2406 TFLOP/s a device  mfu {4812.3 * 1e8 / 1e12:.1%}"
+    assert rates in text
     assert "samples/s" not in text
+
+
+def test_without_a_peak_the_rate_of_operations_stands_alone_and_is_that_of_a_device():
+    info = run_info(unit="tokens", flops_per_sample=1e8, world=World(0, 2))
+    text = run(Shown(tty=False), info).raw
+    assert "0.2406 TFLOP/s a device" in text
+    assert "mfu" not in text
 
 
 def test_waiting_for_data_and_skipped_steps_are_shown_once_they_matter():

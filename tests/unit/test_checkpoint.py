@@ -431,7 +431,7 @@ while True:
     checkpointer(Path(f"killed-{sync}")).save(1, {"w": torch.full((1000,), 1.0)}, {})
     if in_child(lambda: killed_at(sync)) == 0:
         break
-    print("killed at", sync)
+    print("killed at", sync, flush=True)
 
 def forbidden():
     if os.getuid() == 0:

@@ -34,15 +34,15 @@ from torsh_trainer import (
     Trainer,
 )
 from torsh_trainer.callbacks.base import StepReport
-from torsh_trainer.checkpoint.door import comparing
-from torsh_trainer.checkpoint.door.contents import Contents
-from torsh_trainer.checkpoint.door.export import Export, export
-from torsh_trainer.checkpoint.door.importing import Import, import_file
+from torsh_trainer.checkpoint.cli import comparing
+from torsh_trainer.checkpoint.cli.contents import Contents
+from torsh_trainer.checkpoint.cli.export import Export, export
+from torsh_trainer.checkpoint.cli.importing import Import, import_file
 from torsh_trainer.data.sampler import epoch_order
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.schedule.shapes import Cosine
-from torsh_trainer.schedule.torch_scheduler import TorchSchedule
-from torsh_trainer.weights import load_pretrained
+from torsh_trainer.optim.schedule.shapes import Cosine
+from torsh_trainer.optim.schedule.torch_scheduler import TorchSchedule
+from torsh_trainer.tasks.weights import load_pretrained
 
 SAMPLES, BATCH, HALF, WHOLE = 48, 8, 5, 10  # half-way is in the middle of an epoch
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))

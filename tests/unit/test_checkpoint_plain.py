@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from torsh_trainer.checkpoint.plain import decode, encode, merge, split
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.strategies.base import FlatShard
 
 
 def through_json(value):

@@ -34,10 +34,10 @@ from torsh_trainer.callbacks.jsonl import Jsonl
 from torsh_trainer.checkpoint.setup import WORDS, check_allow, compare
 from torsh_trainer.data.sampler import epoch_order
 from torsh_trainer.errors import ConfigError, Interrupted
-from torsh_trainer.precision import Precision
-from torsh_trainer.schedule import Cosine, ReduceOnPlateau, TorchSchedule
-from torsh_trainer.task import Mean
-from torsh_trainer.trainer import Result
+from torsh_trainer.optim.precision import Precision
+from torsh_trainer.optim.schedule import Cosine, ReduceOnPlateau, TorchSchedule
+from torsh_trainer.tasks.base import Mean
+from torsh_trainer.training.trainer import Result
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
 Y = (X @ torch.arange(6.0)).unsqueeze(1)

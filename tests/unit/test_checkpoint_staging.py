@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import resource
@@ -10,6 +11,7 @@ import sys
 import threading
 import zlib
 from array import array
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -74,6 +76,78 @@ def test_copies_are_what_the_originals_were_and_live_on_their_own(threads):
         assert copy.untyped_storage().nbytes() == copy.nbytes
     staging.close()
     assert torch.equal(copies[1], expected[1])  # a copy keeps its memory alive
+
+
+class OnCuda(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+    device = torch.device("cuda", 1)
+
+
+class Runtime:
+    """Notes what the CUDA runtime is asked to lock and to let go; ``code`` is what it answers."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.device: torch.device | None = None
+        self.locked: dict[int, int] = {}
+        self.asked: list[tuple[int, torch.device | None]] = []
+
+    def cudaHostRegister(self, base: int, size_bytes: int, flags: int) -> int:
+        self.asked.append((size_bytes, self.device))
+        if not self.code:
+            self.locked[base] = size_bytes
+        return self.code
+
+    def cudaHostUnregister(self, base: int) -> int:
+        del self.locked[base]
+        return 0
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        self.device = device
+        yield
+        self.device = None
+
+
+def beside_cuda(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", runtime.on)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+
+
+def on_cuda(*sizes: int) -> list[Tensor]:
+    return [torch.arange(float(size)).as_subclass(OnCuda) for size in sizes]
+
+
+def test_beside_cuda_just_what_a_save_needs_is_page_locked_and_let_go(monkeypatch):
+    runtime = Runtime()
+    beside_cuda(monkeypatch, runtime)
+    staging, originals = Staging(threads=1), on_cuda(1_000_003, 5)
+    for _ in range(2):  # the second save has the memory of the first
+        staging.prepare(originals)
+        copies = staging.copy(originals)
+    needed = 4_000_064 + 64
+    assert runtime.asked == [(needed, torch.device("cuda", 1))]
+    assert list(runtime.locked.values()) == [needed] == [staging.size_bytes]
+    assert torch.equal(copies[0], torch.arange(1_000_003.0))
+    staging.prepare(on_cuda(2_000_000))
+    staging.copy(on_cuda(2_000_000))
+    assert list(runtime.locked.values()) == [8_000_000]
+    staging.close()
+    assert runtime.locked == {}
+    assert torch.equal(copies[1], torch.arange(5.0))
+
+
+def test_memory_that_cannot_be_page_locked_takes_the_copy_all_the_same(monkeypatch, caplog):
+    runtime = Runtime(code=2)
+    beside_cuda(monkeypatch, runtime)
+    staging, originals = Staging(threads=1), on_cuda(7)
+    staging.prepare(originals)
+    assert torch.equal(staging.copy(originals)[0], torch.arange(7.0))
+    assert "are not page-locked (CUDA error 2)" in caplog.text
+    staging.close()
 
 
 def test_memory_is_kept_from_save_to_save_and_never_twice():

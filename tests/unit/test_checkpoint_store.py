@@ -23,13 +23,18 @@ from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.saving import Part
 from torsh_trainer.checkpoint.store.finding import find
 from torsh_trainer.checkpoint.store.integrity import MANIFEST, read_manifest
-from torsh_trainer.checkpoint.store.places import Location, RemotePath, Unreachable, location
+from torsh_trainer.checkpoint.store.places import (
+    RemotePath,
+    StoragePath,
+    Unreachable,
+    parse_storage_path,
+)
 from torsh_trainer.checkpoint.store.retention import candidates
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError, ResourceError
 
 
-def checkpointer(folder: Location, **options) -> DcpCheckpointer:
+def checkpointer(folder: StoragePath, **options) -> DcpCheckpointer:
     return DcpCheckpointer(folder, LocalCommunicator(), CheckpointOptions(**options))
 
 
@@ -51,11 +56,11 @@ def url() -> str:
 
 
 @pytest.fixture
-def folder(url) -> Location:
-    return location(url)
+def folder(url) -> StoragePath:
+    return parse_storage_path(url)
 
 
-def names(folder: Location) -> list[str]:
+def names(folder: StoragePath) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -93,14 +98,14 @@ def test_the_files_are_those_that_a_folder_of_this_machine_has(folder, tmp_path)
 
 
 def test_resume_takes_the_url_of_a_checkpoint_a_folder_or_a_run(url, tmp_path):
-    path = checkpointer(location(f"{url}/checkpoints")).save(1, state(1.0), {})
+    path = checkpointer(parse_storage_path(f"{url}/checkpoints")).save(1, state(1.0), {})
     for resume in (f"{url}/checkpoints/step-00000001", f"{url}/checkpoints", url, f"{url}/"):
         found = checkpointer(tmp_path).find(resume)
         assert found == path
         assert value_of(checkpointer(tmp_path), path=found) == 1.0
     with pytest.raises(ConfigError, match="nothing is there"):
         checkpointer(tmp_path).find(f"{url}/nowhere")
-    assert checkpointer(location(f"{url}/nowhere")).find("auto") is None
+    assert checkpointer(parse_storage_path(f"{url}/nowhere")).find("auto") is None
 
 
 def test_auto_skips_what_is_damaged_and_what_has_no_manifest(folder, caplog):
@@ -143,7 +148,7 @@ def test_a_step_saved_again_is_whole_before_the_old_one_goes(folder):
     assert saver.steps() == [1, 2, 3]
 
 
-def broken_off(folder: Location, run: str) -> RemotePath:
+def broken_off(folder: StoragePath, run: str) -> RemotePath:
     """What a process leaves that is killed before the manifest."""
     saver = checkpointer(folder)
     saver._store.run = run
@@ -258,10 +263,10 @@ def test_a_process_killed_while_it_replaces_a_checkpoint_loses_none(tmp_path):
 
 
 def test_a_path_stays_a_path_and_a_url_is_one(tmp_path):
-    assert location(str(tmp_path)) == tmp_path
-    assert location(f"file://{tmp_path}") == tmp_path
-    assert location("~") == Path.home()
-    place = location("memory://bucket/a/b/", {"some": 1})
+    assert parse_storage_path(str(tmp_path)) == tmp_path
+    assert parse_storage_path(f"file://{tmp_path}") == tmp_path
+    assert parse_storage_path("~") == Path.home()
+    place = parse_storage_path("memory://bucket/a/b/", {"some": 1})
     assert isinstance(place, RemotePath)
     assert (str(place), place.name, str(place.parent)) == (
         "memory://bucket/a/b",
@@ -269,30 +274,30 @@ def test_a_path_stays_a_path_and_a_url_is_one(tmp_path):
         "memory://bucket/a",
     )
     assert pickle.loads(pickle.dumps(place)) == place
-    assert place / "c" == location("memory://bucket/a/b/c")
+    assert place / "c" == parse_storage_path("memory://bucket/a/b/c")
 
 
 def test_a_url_of_no_known_kind_offers_the_nearest():
     with pytest.raises(ConfigError, match=r"memroy://x: nothing is known .*did you mean 'memory'"):
-        location("memroy://x")
+        parse_storage_path("memroy://x")
 
 
 def test_a_library_that_is_missing_is_named_with_the_line_that_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
     with pytest.raises(ResourceError) as caught:
-        location("s3://bucket/run")
+        parse_storage_path("s3://bucket/run")
     assert str(caught.value).startswith("s3://bucket/run needs the library s3fs")
     assert caught.value.fix == "pip install 'torsh-trainer[s3]'"
     with pytest.raises(ResourceError) as caught:
-        location("gs://bucket/run")
+        parse_storage_path("gs://bucket/run")
     assert caught.value.fix == "pip install gcsfs"
 
 
 def test_options_of_a_store_reach_it_as_they_are():
     options = CheckpointOptions(storage_options={"nonsense": 1})
     with pytest.raises(Unreachable, match="nonsense"):
-        location("s3://bucket/run", options.storage_options).exists()
+        parse_storage_path("s3://bucket/run", options.storage_options).exists()
 
 
 def test_what_ranks_tell_one_another_through_files_is_no_code(folder):
@@ -300,10 +305,10 @@ def test_what_ranks_tell_one_another_through_files_is_no_code(folder):
     saver.save(1, state(1.0), {})
     part = saver._saving.write()
     saver.close()
-    again = Part.unpacked(part.packed())
+    again = Part.unpack(part.pack())
     assert again == part
     refused = Part(None, ConfigError("it is so", fix="do that", path="here"))
-    back = Part.unpacked(refused.packed()).error
+    back = Part.unpack(refused.pack()).error
     assert (type(back), str(back), back.facts) == (
         ConfigError,
         str(refused.error),

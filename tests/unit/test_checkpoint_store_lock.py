@@ -18,7 +18,7 @@ import torch
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.store.lock import LOCK, Holder
-from torsh_trainer.checkpoint.store.places import Location, location
+from torsh_trainer.checkpoint.store.places import StoragePath, parse_storage_path
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError
 
@@ -40,14 +40,14 @@ time.sleep(600)
 """
 
 
-def checkpointer(folder: Location, **options) -> DcpCheckpointer:
+def checkpointer(folder: StoragePath, **options) -> DcpCheckpointer:
     return DcpCheckpointer(folder, LocalCommunicator(), CheckpointOptions(**options))
 
 
 @pytest.fixture
-def remote() -> Location:
+def remote() -> StoragePath:
     """A folder of a store that renames nothing."""
-    return location(f"memory://{uuid.uuid4().hex}/run")
+    return parse_storage_path(f"memory://{uuid.uuid4().hex}/run")
 
 
 @pytest.fixture
@@ -121,9 +121,9 @@ def test_within_one_process_too_and_given_back_it_is_free(tmp_path, remote, wher
     assert not folder.exists() or not list(folder.iterdir())  # nothing was saved
 
 
-def left_behind(folder: Location, **changes) -> None:
+def left_behind(folder: StoragePath, **changes) -> None:
     """The lock of some other process."""
-    said = json.loads(Holder.me("theirs").written())
+    said = json.loads(Holder.me("theirs").as_bytes())
     folder.mkdir()
     (folder / LOCK).write_bytes(json.dumps({**said, "token": "theirs", **changes}).encode())
 
@@ -145,7 +145,7 @@ def test_a_remote_lock_of_a_dead_process_of_this_host_is_taken_over(remote):
 
 
 def test_a_remote_lock_of_a_living_process_is_respected(remote):
-    began = json.loads(Holder.me("x").written())["began"].split()
+    began = json.loads(Holder.me("x").as_bytes())["began"].split()
     stat = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()
     left_behind(remote, pid=os.getppid(), began=f"{began[0]} {stat[19]}")
     with pytest.raises(ConfigError, match=f"process {os.getppid()} on "):

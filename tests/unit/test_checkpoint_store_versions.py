@@ -23,7 +23,7 @@ from torsh_trainer.checkpoint.migration import MIGRATIONS, VERSION, Migration
 from torsh_trainer.checkpoint.state import read_state
 from torsh_trainer.checkpoint.store.finding import find
 from torsh_trainer.checkpoint.store.integrity import digest, read_manifest, verify
-from torsh_trainer.schedule.shapes import Linear
+from torsh_trainer.optim.schedule.shapes import Linear
 
 V1 = Path(__file__).parents[1] / "data" / "checkpoint_v1"
 STEP_4 = V1 / "step-00000004"

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torsh_trainer import comm as tc
-from torsh_trainer.comm import bench
+from torsh_trainer import distributed as tc
+from torsh_trainer.distributed import bench
 from torsh_trainer.errors import ConfigError, ResourceError, TrainingError
 
 
@@ -26,25 +26,31 @@ def test_every_public_name_is_there():
     assert all(getattr(tc, name) is not None for name in tc.__all__)
 
 
-@pytest.mark.parametrize("module", ["prelude", "nccl_optimization", "collectives", "compression"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "distributed.prelude",
+        "distributed.nccl_optimization",
+        "distributed.collectives",
+        "comm.compression",
+    ],
+)
 def test_modules_that_the_guides_name_offer_the_same_things(module):
     found: dict = {}
-    exec(f"from torsh_trainer.comm.{module} import *", found)
+    exec(f"from torsh_trainer.{module} import *", found)
     offered = {name: found[name] for name in tc.__all__ if name in found}
     wanted = {
-        "prelude": set(tc.__all__),
-        "nccl_optimization": {"NcclScheduler", "Priority"},
-        "collectives": {"all_reduce", "all_gather", "broadcast", "reduce", "scatter"},
-        "compression": {"GradientCompressor", "CompressionAlgorithm", "CompressorMemory"},
+        "distributed.prelude": set(tc.__all__),
+        "distributed.nccl_optimization": {"NcclScheduler", "Priority"},
+        "distributed.collectives": {"all_reduce", "all_gather", "broadcast", "reduce", "scatter"},
+        "comm.compression": {"GradientCompressor", "CompressionAlgorithm", "CompressorMemory"},
     }[module]
     assert wanted <= offered.keys()
     assert all(value is getattr(tc, name) for name, value in offered.items())
 
 
 def test_asking_for_the_package_alone_does_not_load_torch():
-    script = (
-        "import sys, torsh_trainer.comm, torsh_trainer.comm.tuning; print('torch' in sys.modules)"
-    )
+    script = "import sys, torsh_trainer.distributed.tuning; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=240
     )

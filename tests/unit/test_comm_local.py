@@ -6,8 +6,8 @@ import torch
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 CPU = torch.device("cpu")
 

@@ -29,12 +29,12 @@ from torsh_trainer.comm.compression import (
     Threshold,
     TopK,
 )
-from torsh_trainer.comm.compression.method import Draw, is_finite
+from torsh_trainer.comm.compression.method import Draw, are_finite
 from torsh_trainer.comm.compression.quantised import Format
 from torsh_trainer.comm.compression.reducer import Slot, share_of
 from torsh_trainer.comm.compression.selection import above, largest
-from torsh_trainer.comm.compression.signs import pack, packed_bytes, unpack
-from torsh_trainer.comm.compression.sparse import kept, subset
+from torsh_trainer.comm.compression.signs import bytes_for_bits, pack, unpack
+from torsh_trainer.comm.compression.sparse import count_kept, subset
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError
 
@@ -64,7 +64,7 @@ def test_the_threshold_of_a_sample_finds_what_an_exact_top_k_finds(
     shape: str, ratio: float
 ) -> None:
     values = SHAPES[shape](torch.randn(SIZE, generator=generator(1)))
-    count = kept(ratio, SIZE)
+    count = count_kept(ratio, SIZE)
     places = largest(values, count, generator(2))
     exact = torch.topk(values.abs(), count).values
     assert places.unique().numel() == places.numel() <= count
@@ -77,7 +77,7 @@ def test_the_threshold_of_a_sample_finds_what_an_exact_top_k_finds(
 def test_a_sample_that_misleads_is_found_out() -> None:
     values = torch.zeros(SIZE)
     values[:10] = torch.arange(1.0, 11.0)  # which no sample of a few thousand need meet
-    assert sorted(largest(values, kept(0.01, SIZE), generator()).tolist()) == list(range(10))
+    assert sorted(largest(values, count_kept(0.01, SIZE), generator()).tolist()) == list(range(10))
 
 
 def test_a_threshold_finds_every_place_at_or_above_it() -> None:
@@ -90,9 +90,9 @@ def test_a_threshold_finds_every_place_at_or_above_it() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_single_value_that_is_not_finite_is_noticed(bad: float) -> None:
     values = torch.randn(1000)
-    assert is_finite(values)
+    assert are_finite([torch.ones(3), values])
     values[500] = bad
-    assert not is_finite(values)
+    assert not are_finite([torch.ones(3), values])
 
 
 # -- random places ---------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_draws_are_a_function_of_seed_step_and_name_alone() -> None:
 @pytest.mark.parametrize("size", [1, 7, 8, 9, 1000, 1001])
 def test_signs_take_a_bit_and_come_back(size: int) -> None:
     flags = torch.rand(size, generator=generator(5)) < 0.5
-    packed = torch.empty(packed_bytes(size), dtype=torch.uint8)
+    packed = torch.empty(bytes_for_bits(size), dtype=torch.uint8)
     pack(flags, packed)
     assert packed.numel() == math.ceil(size / 8)
     assert torch.equal(unpack(packed, slice(0, size)).bool(), flags)

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset
 
 from torsh_trainer import Callback, DataSource, Loading, Task, Trainer
-from torsh_trainer.data.collating import stacked
 from torsh_trainer.errors import ConfigError, Interrupted
+from torsh_trainer.tasks.collating import stack
 
 WORKERS = pytest.mark.parametrize("workers", [0, 1], ids=["here", "by a worker"])
 
@@ -62,8 +62,8 @@ class Sums(Task):
 
 def fit(task: Task, folder: Path, *, workers: int = 0, **given: Any) -> None:
     loading = Loading(batch_size=4, num_workers=workers)
-    knobs = {"max_steps": 2, "run_dir": folder, "default_callbacks": False}
-    Trainer(task=task, loading=loading, **{**knobs, **given}).fit()
+    knobs = {"max_steps": 2, "run_dir": folder, "default_callbacks": False, "loading": loading}
+    Trainer(task=task, **{**knobs, **given}).fit()
 
 
 @WORKERS
@@ -95,12 +95,56 @@ def test_a_collate_that_pads_trains(tmp_path: Path, workers: int) -> None:
 )
 def test_what_differs_between_samples_is_named(samples: list[Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        stacked(samples)
+        stack(samples)
 
 
 def test_many_shapes_are_counted() -> None:
     with pytest.raises(ConfigError, match=r"the 9 samples .* and 5 others"):
-        stacked([torch.ones(size) for size in range(1, 10)])
+        stack([torch.ones(size) for size in range(1, 10)])
+
+
+class Dropping(Padding):
+    """Leaves out every sample that begins at an odd number."""
+
+    def collate(self, samples: list[Any]) -> Any:  # type: ignore[override]
+        return super().collate([sample for sample in samples if sample[1] % 2 == 0])
+
+
+class TimeFirst(Padding):
+    def collate(self, samples: list[Any]) -> Any:  # type: ignore[override]
+        rows, numbers = zip(*samples, strict=True)
+        return pad_sequence([row[:3] for row in rows]), torch.tensor(numbers)
+
+
+class Counting(Sums):
+    sample_weight = None
+
+    def weight(self, batch: Any) -> float:
+        return float(len(batch[0]))
+
+
+WHOLE = {"loading": Loading(batch_size=8), "max_steps": 1}
+
+
+@pytest.mark.parametrize("weight", [1.0, None])
+def test_a_collate_that_leaves_samples_out_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, weight: float | None
+) -> None:
+    task = Sums(Dropping(Uneven()))
+    task.sample_weight = weight
+    fit(task, tmp_path, **WHOLE | {"max_steps": 3})
+    told = [record.message for record in caplog.records if "collate gave" in record.message]
+    assert len(told) == 1
+    assert told[0].startswith("collate gave 4 rows for 8 samples")
+    assert "set sample_weight = None" in told[0]
+
+
+@pytest.mark.parametrize("task", [Counting(Dropping(Uneven())), Sums(TimeFirst(Uneven()))])
+def test_nothing_is_said_where_they_are_counted_or_lie_in_another_dimension(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, task: Task
+) -> None:
+    fit(task, tmp_path, **WHOLE)
+    assert "collate gave" not in caplog.text
 
 
 # -- what a task returns --------------------------------------------------------------------------

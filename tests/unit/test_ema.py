@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from torsh_trainer.ema import Ema
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.optim.ema import Ema
 
 
 def model() -> nn.Sequential:
@@ -43,7 +43,7 @@ def test_the_average_equals_torchs_averaged_model(decay: float) -> None:
         drift(module, seed)
         averaged.update_parameters(module)
         ema.update()
-        with ema.swapped():
+        with ema.swap_in():
             for mine, theirs in zip(module.parameters(), averaged.parameters(), strict=True):
                 assert torch.equal(mine, theirs)
 
@@ -71,7 +71,7 @@ def test_swapping_gives_everything_back_even_after_an_error() -> None:
     averages = copy.deepcopy(ema.state_dict()["averages"])
 
     def fail_in_evaluation() -> None:
-        with ema.swapped():
+        with ema.swap_in():
             assert not torch.equal(before[0], values(module)[0])
             raise KeyError
 
@@ -87,7 +87,7 @@ def test_before_the_first_update_evaluation_sees_the_parameters() -> None:
     ema = Ema(named(module), decay=0.9)
     drift(module, 0)  # weights that were loaded after the average was made
     before = values(module)
-    with ema.swapped():
+    with ema.swap_in():
         assert all(torch.equal(a, b) for a, b in zip(before, values(module), strict=True))
 
 
@@ -111,7 +111,7 @@ def test_a_bf16_parameter_is_averaged_in_fp32_and_comes_back_as_it_was() -> None
     for name, theirs in averaged.module.named_parameters():
         assert torch.equal(kept[name], theirs)
     before = values(module)
-    with ema.swapped():
+    with ema.swap_in():
         for mine, theirs in zip(module.parameters(), averaged.parameters(), strict=True):
             assert torch.equal(mine, theirs.bfloat16())
     assert all(torch.equal(a, b) for a, b in zip(before, values(module), strict=True))

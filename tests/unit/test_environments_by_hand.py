@@ -137,7 +137,7 @@ def test_leftovers_that_tell_no_place_are_no_world(env):
 
 def test_explain_names_every_environment_and_the_variables_that_decided():
     text = environments.explain({**HOST, "RANK": "5", "WORLD_SIZE": "8"})
-    for environment in environments.ENVIRONMENTS:
+    for environment in environments.find_environments():
         assert environment.name in text
     assert "RANK=5 -> rank 5" in text
     assert "decided by env" in text

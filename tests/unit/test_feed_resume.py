@@ -19,8 +19,8 @@ from torsh_trainer import DataSource, Loading, Task
 from torsh_trainer.checkpoint import plain
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.batch import MicroBatch
-from torsh_trainer.data.feed import TrainFeed, eval_batches
-from torsh_trainer.data.sampler import Cut
+from torsh_trainer.data.feed import TrainLoader, eval_batches
+from torsh_trainer.data.sampler import BatchPartition
 from torsh_trainer.data.stream import digest, has_length, reading_processes
 from torsh_trainer.errors import ConfigError, ResourceError
 
@@ -106,16 +106,16 @@ def taken(
     count: int,
     *,
     behind: list[Handed] | None = None,
-    cut: Cut | None = None,
+    cut: BatchPartition | None = None,
     overfit_batches: int | None = None,
 ) -> list[Handed]:
     """The steps that follow after those ``behind``, by a new feed from what a checkpoint holds."""
     behind = behind or []
     size = loading.batch_size or 4
-    feed = TrainFeed(
+    feed = TrainLoader(
         task,
         loading,
-        cut or Cut(size, size, 1, 0),
+        cut or BatchPartition(size, size, 1, 0),
         LocalCommunicator(),
         seed=7,
         consumed=sum(step.samples for step in behind),
@@ -225,7 +225,7 @@ def test_other_ranks_go_on_with_the_same_samples(before: int, after: int, kind: 
                 Loading(batch_size=4),
                 count,
                 behind=behind,
-                cut=Cut(4, 1, ranks, rank),
+                cut=BatchPartition(4, 1, ranks, rank),
             )
             for rank in range(ranks)
         ]
@@ -545,13 +545,13 @@ def test_every_evaluation_sees_the_same_and_leaves_training_alone(kind: Any, wor
     undisturbed = taken(Reading(Recording()), loading, 8)
     task = Reading(Recording(), evaluated=kind())
     comm = LocalCommunicator()
-    cut = Cut(4, 4, 1, 0)
+    cut = BatchPartition(4, 4, 1, 0)
 
     def evaluated(limit: int | None = None, until: int | None = None) -> list[Any]:
         batches = eval_batches(task, "eval", loading, cut, comm, limit=limit)
         return [batch for _, (batch, _) in zip(range(until or SIZE), batches, strict=False)]
 
-    feed = TrainFeed(task, loading, cut, comm, seed=7)
+    feed = TrainLoader(task, loading, cut, comm, seed=7)
     steps = feed.steps()
     trained = [next(steps) for _ in range(3)]
     whole = evaluated()

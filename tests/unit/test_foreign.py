@@ -10,22 +10,23 @@ import pytest
 
 from torsh_trainer.__main__ import main
 from torsh_trainer.callbacks.formatting import nearby
-from torsh_trainer.checkpoint.door.importing import _names_in
-from torsh_trainer.checkpoint.door.printing import print_json
-from torsh_trainer.comm.tuning import AlgorithmTable
+from torsh_trainer.checkpoint.cli.parameter_order import read_names
+from torsh_trainer.checkpoint.cli.printing import print_json
+from torsh_trainer.distributed.tuning import AlgorithmTable
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.files import parse_yaml
-from torsh_trainer.foreign import check_nest, escaped, in_words, readable
 from torsh_trainer.tasks.csv_file import CSV
-from torsh_trainer.translate.deepspeed import source
-from torsh_trainer.translate.engines import Asked, work_of
+from torsh_trainer.translate.base import TranslationRequest
+from torsh_trainer.translate.deepspeed import normalising
+from torsh_trainer.translate.engines import work_of
+from torsh_trainer.utils.files import parse_yaml
+from torsh_trainer.utils.foreign import check_nest, escape_controls, in_words, readable
 
 ODD = "\x1b[31mred\x07\x9b2J\u202eevil\ud800\U000e0001"
 
 
 def test_what_moves_a_terminal_is_shown_as_text():
-    assert escaped(ODD) == r"\x1b[31mred\x07\u009b2J\u202eevil\ud800\U000e0001"
-    assert escaped("Grüße,\n漢字") == "Grüße,\n漢字"
+    assert escape_controls(ODD) == r"\x1b[31mred\x07\u009b2J\u202eevil\ud800\U000e0001"
+    assert escape_controls("Grüße,\n漢字") == "Grüße,\n漢字"
     assert nearby("\x07dir") == r"\x07dir"
 
 
@@ -87,10 +88,10 @@ def test_ordinary_yaml_with_anchors_is_read():
 
 
 READERS = {
-    "translate": lambda pipe: work_of(pipe, Asked()).translate(),
+    "translate": lambda pipe: work_of(pipe, TranslationRequest()).translate(),
     "csv": lambda pipe: CSV(path=pipe, target="y", kind="regression").load(),
     "comm bench": lambda pipe: AlgorithmTable.from_file(pipe, backend="gloo", world_size=2),
-    "--parameters": lambda pipe: _names_in(Path(pipe), 1, {}),
+    "--parameters": lambda pipe: read_names(Path(pipe), 1, {}),
 }
 
 
@@ -114,9 +115,9 @@ def test_half_of_a_character_is_written_as_json_has_it(name, tmp_path, capsys):
 
 def test_only_the_first_of_many_unknown_keys_are_looked_up(tmp_path, monkeypatch, capsys):
     looked = []
-    close = source.difflib.get_close_matches
+    close = normalising.difflib.get_close_matches
     monkeypatch.setattr(
-        source.difflib, "get_close_matches", lambda *a, **k: looked.append(a) or close(*a, **k)
+        normalising.difflib, "get_close_matches", lambda *a, **k: looked.append(a) or close(*a, **k)
     )
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({f"unknown_{i}": i for i in range(3000)}))

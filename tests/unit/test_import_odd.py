@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from torsh_trainer.checkpoint.door.importing import Import, import_file
+from torsh_trainer.checkpoint.cli.importing import Import, import_file
 from torsh_trainer.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torsh_trainer.importing import collector_at_rest
+from torsh_trainer.utils.importing import collector_at_rest
 
 
 def test_the_collector_rests_within_the_block_and_is_then_as_it_was() -> None:
@@ -29,7 +29,7 @@ def test_what_is_loaded_for_good_is_out_of_sight_and_what_comes_later_is_not(
     (tmp_path / "large.py").write_text("kept = [[i] for i in range(5000)]\n")
     script = """
 import gc, sys, weakref
-from torsh_trainer.importing import load_for_good
+from torsh_trainer.utils.importing import load_for_good
 load_for_good("large", "json")
 assert gc.isenabled()
 large = sys.modules["large"]

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from torsh_trainer import environments
+from torsh_trainer.environments.world import ALONE, World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.launchers import hardware
 from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.inline import Inline
 from torsh_trainer.launchers.local import Local
-from torsh_trainer.world import ALONE, World
 
 TORCHRUN = environments.detect(
     {

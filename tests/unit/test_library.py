@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,17 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from torsh_trainer import report
+from torsh_trainer import report, rundir
 from torsh_trainer.callbacks.console import Console
 from torsh_trainer.callbacks.defaults import DEFAULTS, with_defaults
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.lookup import imported
-from torsh_trainer.optimizers import OptimizerSpec
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.schedule import Cosine
 from torsh_trainer.rundir.description import describe
-from torsh_trainer.schedule import Cosine
-from torsh_trainer.task import DataSource, Task
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.tasks.base import DataSource, Task
+from torsh_trainer.training.trainer import Trainer
+from torsh_trainer.utils.lookup import import_object
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -53,6 +54,11 @@ class Line(Task):
         return nn.functional.mse_loss(outputs, batch[1])
 
 
+class NoModel(Line):
+    def build_model(self) -> nn.Module:
+        return nn.Identity()
+
+
 def line_trainer(folder: Path, **given: Any) -> Trainer:
     knobs = {"max_steps": 6, "log_every": 2, "run_dir": folder, "loading": Loading(batch_size=8)}
     return Trainer(**{"task": Line(bias=False), **knobs, **given})
@@ -65,7 +71,7 @@ def test_the_defaults_are_the_callbacks_and_loggers_that_the_configuration_enabl
     files = [CONF / group / "default.yaml" for group in ("callbacks", "logger")]
     nodes = [node for file in files for node in yaml.safe_load(file.read_text()).values()]
     enabled = [node["_target_"] for node in nodes if node["enabled"] is not False]
-    assert [imported(target, option="_target_") for target in enabled] == [*DEFAULTS]
+    assert [import_object(target, option="_target_") for target in enabled] == [*DEFAULTS]
 
 
 def test_a_run_from_python_shows_its_progress_and_leaves_what_a_report_draws(
@@ -83,6 +89,17 @@ def test_a_run_from_python_shows_its_progress_and_leaves_what_a_report_draws(
     assert rows[-1]["loss"] == result.metrics["loss"]
     provenance = json.loads((tmp_path / "provenance.json").read_text())
     assert provenance["command"] == ["python", "train.py"]
+
+
+def test_a_refused_run_has_written_all_that_it_writes(tmp_path, monkeypatch):
+    def gather(**facts: Any) -> dict[str, Any]:
+        time.sleep(1.0)  # far beyond what a refusal takes
+        return {"command": facts["command"]}
+
+    monkeypatch.setattr(rundir, "gather_provenance", gather)
+    with pytest.raises(ConfigError, match="no parameters"):
+        line_trainer(tmp_path, task=NoModel()).fit()
+    assert (tmp_path / "provenance.json").is_file()
     assert report.main([str(tmp_path)]) == 0
     assert (tmp_path / "report.html").exists()
 
@@ -165,7 +182,7 @@ def test_what_a_task_makes_when_asked_is_a_name_and_is_not_made(tmp_path):
         def build_optimizers(self, named_parameters: Any) -> Any:
             return {"main": torch.optim.SGD([p for _, p in named_parameters], lr=0.1)}
 
-    described = line_trainer(tmp_path, task=Late())._description()
+    described = line_trainer(tmp_path, task=Late())._spec().config
     assert Late.asked == 0
     assert described["data"]["_target_"].endswith("Late.data")
     assert described["optimizer"].endswith("Late.build_optimizers")

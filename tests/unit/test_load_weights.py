@@ -15,9 +15,9 @@ from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.launchers.local import Local
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.task import DataSource, Task
-from torsh_trainer.trainer import Result, Trainer
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.tasks.base import DataSource, Task
+from torsh_trainer.training.trainer import Result, Trainer
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 

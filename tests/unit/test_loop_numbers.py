@@ -27,7 +27,7 @@ from torsh_trainer.callbacks.base import StepReport
 from torsh_trainer.callbacks.jsonl import Jsonl
 from torsh_trainer.data.sampler import epoch_order
 from torsh_trainer.errors import ConfigError, TrainingError
-from torsh_trainer.task import sum_of
+from torsh_trainer.tasks.base import sum_of
 
 X = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
 Y = (X @ torch.arange(6.0)).unsqueeze(1)
@@ -239,6 +239,16 @@ def test_a_trained_parameter_of_the_loss_is_refused_by_name(tmp_path) -> None:
 def test_so_is_one_that_an_optimizer_would_step(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"'main' has task\.criterion\.weight"):
         trainer(tmp_path, task=Scaled(stepped=True)).fit()
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, lambda optimizer: [optimizer]])
+def test_optimizers_without_a_name_are_refused_in_words(tmp_path, wrap: Any) -> None:
+    class Bare(Line):
+        def build_optimizers(self, named_parameters: Any) -> Any:
+            return wrap(torch.optim.SGD([p for _, p in named_parameters], lr=0.05))
+
+    with pytest.raises(ConfigError, match=r'not a mapping of optimizers; return \{"main": opt'):
+        trainer(tmp_path, task=Bare()).fit()
 
 
 CENTRE = nn.Parameter(torch.zeros(1))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torsh_trainer.loss_scaling import LossScaler
-from torsh_trainer.precision import LossScaling
+from torsh_trainer.optim.loss_scaling import LossScaler
+from torsh_trainer.optim.precision import LossScaling
 
 STEPS = 300
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torsh_trainer.masking import MASK, is_secret, masked, masked_override, masked_text
+from torsh_trainer.utils.masking import MASK, is_secret, mask_override, mask_text, mask_tree
 
 
 @pytest.mark.parametrize(
@@ -17,10 +17,10 @@ from torsh_trainer.masking import MASK, is_secret, masked, masked_override, mask
 )
 def test_a_name_tells_a_secret(name):
     assert is_secret(name)
-    assert masked({"a": [{name: "hush"}]}) == {"a": [{name: MASK}]}
-    assert masked_override(f"+vars.{name}=hush hush") == f"+vars.{name}={MASK}"
-    assert masked_text(f"with {{{name}: hush, b: 2}}") == f"with {{{name}: {MASK}, b: 2}}"
-    assert masked({name: {"user": "me", "on": True}}) == {name: {"user": MASK, "on": True}}
+    assert mask_tree({"a": [{name: "hush"}]}) == {"a": [{name: MASK}]}
+    assert mask_override(f"+vars.{name}=hush hush") == f"+vars.{name}={MASK}"
+    assert mask_text(f"with {{{name}: hush, b: 2}}") == f"with {{{name}: {MASK}, b: 2}}"
+    assert mask_tree({name: {"user": "me", "on": True}}) == {name: {"user": MASK, "on": True}}
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_a_name_tells_a_secret(name):
 )
 def test_a_name_that_only_sounds_like_one_is_left_alone(name):
     assert not is_secret(name)
-    assert masked({name: "value"}) == {name: "value"}
-    assert masked_override(f"task.{name}=value") == f"task.{name}=value"
+    assert mask_tree({name: "value"}) == {name: "value"}
+    assert mask_override(f"task.{name}=value") == f"task.{name}=value"
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_a_name_that_only_sounds_like_one_is_left_alone(name):
     ],
 )
 def test_a_url_is_shown_without_its_password(text, shown):
-    assert masked_text(text) == shown
+    assert mask_text(text) == shown
 
 
 def test_a_long_text_is_no_override():
     text = "the password:\nlearning rate = 3"
-    assert masked_override(text) == text
+    assert mask_override(text) == text
 
 
 def test_a_reference_and_a_switch_stay():
     tree = {"token": "${oc.env:HF_TOKEN}", "password": None, "use_auth_token": True}
-    assert masked(tree) == tree
-    assert masked_override("+vars.token=${oc.env:HF_TOKEN}") == "+vars.token=${oc.env:HF_TOKEN}"
-    assert masked_text("token: ${oc.env:HF_TOKEN}") == "token: ${oc.env:HF_TOKEN}"
-    assert masked_override("checkpoint.token=null") == "checkpoint.token=null"
+    assert mask_tree(tree) == tree
+    assert mask_override("+vars.token=${oc.env:HF_TOKEN}") == "+vars.token=${oc.env:HF_TOKEN}"
+    assert mask_text("token: ${oc.env:HF_TOKEN}") == "token: ${oc.env:HF_TOKEN}"
+    assert mask_override("checkpoint.token=null") == "checkpoint.token=null"

@@ -13,16 +13,16 @@ import torch
 
 from torsh_trainer import DDP, Callback, CheckpointOptions, Loading, Trainer
 from torsh_trainer.comm.base import CommOptions
+from torsh_trainer.comm.membership import Membership, Snapshot
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.local import Local
-from torsh_trainer.membership import Membership, Snapshot
 from torsh_trainer.strategies.base import Mesh
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing.resuming import SentenceTask, differences
 from torsh_trainer.testing.tiny import TinyModelOptions
-from torsh_trainer.trainer import run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import run_in
 
 T = TypeVar("T")
 STEPS = 7
@@ -86,7 +86,7 @@ class Growing(Breaking):
     sizes: Iterator[int] = field(default_factory=lambda: iter((1, 3)))
 
     def mesh(self, world: World) -> Mesh:
-        return replace(super().mesh(world), dp=next(self.sizes))
+        return replace(super().mesh(world), dp_replicate=next(self.sizes))
 
 
 class Seen(Callback):

@@ -13,9 +13,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.optimizers import RESERVED, OptimizerSpec, arguments, short_names
+from torsh_trainer.optim.optimizers import (
+    _FUSED,
+    _FUSED_DEVICES,
+    RESERVED,
+    OptimizerSpec,
+    arguments,
+    short_names,
+)
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "optimizer"
 USABLE = sorted(set(short_names()) - {"lbfgs"})
@@ -350,6 +358,13 @@ def test_true_is_refused_where_there_is_no_fused_step(spec: Any, reason: str) ->
         spec.build(small_model().named_parameters())
 
 
+def test_the_fused_steps_that_are_taken_are_torchs() -> None:
+    have = {chosen for chosen in short_names().values() if "fused" in arguments(chosen)}
+    assert set(_FUSED) == have
+    assert set(_FUSED_DEVICES) <= set(_get_fused_kernels_supported_devices())
+    assert "cuda" in _FUSED_DEVICES
+
+
 def test_true_is_refused_for_parameters_that_no_kernel_takes() -> None:
     with pytest.raises(Unsupported, match="none on meta"):
         OptimizerSpec(fused=True).build(nn.Linear(2, 2, device="meta").named_parameters())
@@ -368,8 +383,8 @@ def test_lr_scaling_multiplies_every_learning_rate_once(rule: Any, factor: float
         others=OptimizerSpec("Adam", lr=0.3),
         others_match=("1.*",),
     )
-    scaled = spec.scaled(4)
-    assert scaled.scaled(4) == scaled
+    scaled = spec.scale_rates(4)
+    assert scaled.scale_rates(4) == scaled
     assert scaled.unscaled_lr == (None if rule == "none" else spec.lr)
     built = scaled.build_all(small_model().named_parameters())
     rates = [group["lr"] for group in built["main"].param_groups]

@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer import Trainer
-from torsh_trainer.data.batch import MicroBatch, Place, Samples
+from torsh_trainer.data.batch import MicroBatch, MicroBatchPlace, Samples
 from torsh_trainer.data.sampler import ForwardKeys
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.randomness import SampleDraws, draws_of
 from torsh_trainer.randomness.layout import Layout, layout_of
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 CPU = torch.device("cpu")
 
 
 def micro_batch(step: int = 0, first: int = 0, count: int = 64, seed: int = 5) -> MicroBatch:
     key = ForwardKeys(seed).of_step(step)
-    return MicroBatch(None, 1.0, key, Place(0, 1, Samples(first, count, key)))
+    return MicroBatch(None, 1.0, key, MicroBatchPlace(0, 1, Samples(first, count, key)))
 
 
 def draw(step: int, *, first: int = 0, count: int = 64, width: int = 512, times: int = 1) -> Tensor:
@@ -234,7 +234,7 @@ def cut_in(model: nn.Module, x: Tensor, size: int) -> Tensor:
     """Outputs of a step in micro-batches of ``size`` samples."""
     draws, key, outputs = SampleDraws(model, CPU), ForwardKeys(5).of_step(3), []
     for number, part in enumerate(x.split(size)):
-        place = Place(number, len(x) // size, Samples(number * size, len(part), key))
+        place = MicroBatchPlace(number, len(x) // size, Samples(number * size, len(part), key))
         with draws.of(MicroBatch(None, 1.0, ForwardKeys.of_micro_batch(key, number), place)):
             outputs.append(model(part))
     return torch.cat(outputs)

@@ -19,11 +19,12 @@ from matplotlib.image import imread
 
 from torsh_trainer.callbacks.base import EvaluationReport, RunInfo, StepReport
 from torsh_trainer.callbacks.jsonl import Jsonl
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.report import main
-from torsh_trainer.report.charts import Curve, axes_of, charts_of, reduced, smoothed
+from torsh_trainer.report.charts import Curve, axes_of, charts_of, smooth, thin_out
 from torsh_trainer.report.differences import ABSENT, differences, hints
-from torsh_trainer.report.options import Options
+from torsh_trainer.report.options import OptionCatalog
 from torsh_trainer.report.runs import Point, read_run, read_runs
 from torsh_trainer.report.scales import (
     Scale,
@@ -35,7 +36,6 @@ from torsh_trainer.report.scales import (
     time_ticks,
 )
 from torsh_trainer.report.tables import direction, results
-from torsh_trainer.world import World
 
 
 def make_run(
@@ -358,7 +358,7 @@ def test_a_sweep_folder_stands_for_its_jobs_in_the_order_of_their_numbers(tmp_pa
     make_run(tmp_path / "sweep/1/checkpoints/no_run_of_its_own", steps=10)
     runs = read_runs([tmp_path / "sweep"])
     assert [run.name for run in runs] == ["0", "1", "2", "10"]
-    assert hints(runs, Options())[1] == "lr=0.2"
+    assert hints(runs, OptionCatalog())[1] == "lr=0.2"
 
 
 def test_the_same_run_named_twice_counts_once(tmp_path):
@@ -572,7 +572,7 @@ def points(values):
 def test_a_reduced_curve_keeps_ends_extremes_and_gaps():
     values = [math.sin(i / 50) for i in range(10_000)]
     values[1234], values[4321], values[777] = 9.0, -9.0, None
-    kept = reduced(points(values), buckets=100)
+    kept = thin_out(points(values), buckets=100)
     assert len(kept) <= 203
     assert {kept[0].step, kept[-1].step, 1235, 4322, 778} <= {p.step for p in kept}
     assert [p.step for p in kept] == sorted({p.step for p in kept})
@@ -580,13 +580,13 @@ def test_a_reduced_curve_keeps_ends_extremes_and_gaps():
 
 def test_a_short_curve_is_not_reduced():
     short = points([1.0, 2.0, 3.0])
-    assert reduced(short, buckets=2) == short
+    assert thin_out(short, buckets=2) == short
 
 
 def test_smoothing_keeps_a_straight_line_and_a_gap():
-    line = smoothed(points([float(i) for i in range(50)]), half_width=3)
+    line = smooth(points([float(i) for i in range(50)]), half_width=3)
     assert [p.value for p in line[:-3]] == pytest.approx([float(i) for i in range(47)])
-    gapped = smoothed(points([1.0, 1.0, None, 1.0, 1.0]), half_width=1)
+    gapped = smooth(points([1.0, 1.0, None, 1.0, 1.0]), half_width=1)
     assert [p.value for p in gapped] == [1.0, 1.0, None, 1.0, 1.0]
 
 
@@ -632,7 +632,7 @@ def test_tokens_take_the_place_of_samples_in_the_chart_of_speed(tmp_path):
     keys = {chart.key for chart in charts_of([read])}
     assert "tokens_per_s" in keys
     assert "samples_per_s" not in keys
-    columns, (row,) = results([read], Options())
+    columns, (row,) = results([read], OptionCatalog())
     assert dict(zip(columns, row, strict=True))["throughput"].text == "3,840 tokens/s"
 
 
@@ -683,7 +683,7 @@ def test_the_best_of_each_metric_is_marked_among_runs_that_are_done(tmp_path):
     make_run(tmp_path / "a", scale=1.0)
     make_run(tmp_path / "b", scale=2.0)
     make_run(tmp_path / "c", scale=0.1, error={"type": "E", "message": "died"})
-    columns, rows = results(read_runs([tmp_path]), Options())
+    columns, rows = results(read_runs([tmp_path]), OptionCatalog())
     for name in ("eval accuracy", "eval loss", "train loss"):
         assert [row[columns.index(name)].best for row in rows] == [True, False, False], name
     assert not any(row[columns.index("steps")].best for row in rows)
@@ -700,7 +700,7 @@ def test_which_way_a_metric_is_better_follows_from_its_name(metric, way):
 def test_a_key_that_one_run_lacks_is_a_difference_and_its_own_folder_is_none(tmp_path):
     make_run(tmp_path / "a", config={"run_dir": "runs/a", "extra": 1})
     make_run(tmp_path / "b", config={"run_dir": "runs/b"})
-    found = differences(read_runs([tmp_path]), Options())
+    found = differences(read_runs([tmp_path]), OptionCatalog())
     assert found.listed == {"extra": [1, ABSENT]}
     assert (found.folded, found.agreeing) == ({}, 3)
 
@@ -709,7 +709,7 @@ def test_hints_name_the_class_and_leave_out_the_knobs_that_come_with_it(tmp_path
     for strategy, knob in (("ddp", "bucket_cap_mb"), ("fsdp", "reshard")):
         node = {"_target_": f"package.{strategy}.{strategy.upper()}", knob: 1}
         make_run(tmp_path / strategy, config={"strategy": node})
-    assert hints(read_runs([tmp_path]), Options()) == ["strategy=DDP", "strategy=FSDP"]
+    assert hints(read_runs([tmp_path]), OptionCatalog()) == ["strategy=DDP", "strategy=FSDP"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import yaml
 from torsh_trainer.config.roots import find_roots
 from torsh_trainer.report.charts import Curve, charts_of
 from torsh_trainer.report.differences import ABSENT, differences, hints
-from torsh_trainer.report.options import Options
+from torsh_trainer.report.options import OptionCatalog
 from torsh_trainer.report.page import page_of
 from torsh_trainer.report.png import write_png
 from torsh_trainer.report.runs import Point, Run, flat
@@ -44,7 +44,7 @@ def make_run(name, losses, *, evaluated=(), config=None, **result):
 
 
 def draw(*runs):
-    return page_of(runs, charts_of(runs), now=datetime(2031, 1, 31), options=Options(CONF))
+    return page_of(runs, charts_of(runs), now=datetime(2031, 1, 31), options=OptionCatalog(CONF))
 
 
 # -- curves that coincide -------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_the_picture_draws_them_in_turns_and_says_so(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
     runs = [make_run("a", LOSSES), make_run("b", LOSSES)]
-    write_png(runs, charts_of(runs), tmp_path / "report.png", options=Options())
+    write_png(runs, charts_of(runs), tmp_path / "report.png", options=OptionCatalog())
     (axes,) = figures[0].axes
     assert [text.get_text() for text in axes.texts] == [
         "2 runs coincide: a, b (within 0.01% at every point)"
@@ -176,7 +176,7 @@ def with_config(name, *groups, **knobs):
 
 
 def cells(runs, column):
-    columns, rows = results(runs, Options(CONF), ranking(runs))
+    columns, rows = results(runs, OptionCatalog(CONF), ranking(runs))
     return [row[columns.index(column)] for row in rows]
 
 
@@ -215,11 +215,11 @@ def test_that_a_run_failed_and_why_and_what_helps_is_one_line_for_all_that_it_be
 def test_strategies_differ_by_their_names_and_their_defaults_are_folded():
     ddp, fsdp = of_option("strategy", "ddp"), of_option("strategy", "fsdp")
     runs = [with_config("a", ddp), with_config("b", fsdp)]
-    found = differences(runs, Options(CONF))
+    found = differences(runs, OptionCatalog(CONF))
     assert found.listed == {"strategy": ["ddp", "fsdp"]}
     assert found.folded["strategy.bucket_cap_mb"] == [25.0, ABSENT]
     assert found.folded["strategy.cpu_offload"] == [ABSENT, False]
-    assert hints(runs, Options(CONF)) == ["strategy=ddp", "strategy=fsdp"]
+    assert hints(runs, OptionCatalog(CONF)) == ["strategy=ddp", "strategy=fsdp"]
     page = draw(*runs)
     assert "knobs that come with strategy, at their defaults</summary>" in page
 
@@ -229,7 +229,7 @@ def test_a_knob_of_a_strategy_that_was_set_is_listed():
         with_config("a", of_option("strategy", "ddp"), **{"strategy.bucket_cap_mb": 5.0}),
         with_config("b", of_option("strategy", "fsdp")),
     ]
-    assert differences(runs, Options(CONF)).listed == {
+    assert differences(runs, OptionCatalog(CONF)).listed == {
         "strategy": ["ddp", "fsdp"],
         "strategy.bucket_cap_mb": [5.0, ABSENT],
     }
@@ -252,7 +252,7 @@ def test_optimizers_schedules_and_models_are_folded_alike():
             **{"optimizer.lr": 0.01},
         ),
     ]
-    found = differences(runs, Options(CONF))
+    found = differences(runs, OptionCatalog(CONF))
     assert found.listed == {
         "optimizer": ["adamw", "muon"],
         "optimizer.lr": [0.003, 0.01],
@@ -261,13 +261,13 @@ def test_optimizers_schedules_and_models_are_folded_alike():
     }
     assert "optimizer.weight_decay" in found.folded
     assert "optimizer.others._target_" in found.folded
-    assert hints(runs, Options(CONF))[0] == ""  # four keys are more than a few words
+    assert hints(runs, OptionCatalog(CONF))[0] == ""  # four keys are more than a few words
 
 
 def test_knobs_of_one_class_are_listed_as_they_are():
     ddp = of_option("strategy", "ddp")
     runs = [with_config("a", ddp), with_config("b", ddp, **{"strategy.zero1": True})]
-    assert differences(runs, Options(CONF)).listed == {"strategy.zero1": [False, True]}
+    assert differences(runs, OptionCatalog(CONF)).listed == {"strategy.zero1": [False, True]}
 
 
 def test_of_options_with_one_class_the_nearest_gives_its_name(tmp_path):
@@ -276,17 +276,17 @@ def test_of_options_with_one_class_the_nearest_gives_its_name(tmp_path):
     (group / "small.yaml").write_text("_target_: my.Net\nwidth: 8\nlayers: 2\n")
     (group / "large.yaml").write_text("defaults: [small, _self_]\nwidth: 64\n")
     (group / "broken.yaml").write_text("{")
-    offered = Options([tmp_path])
+    offered = OptionCatalog([tmp_path])
     for width, name in ((8, "small"), (64, "large")):
         config = {"model._target_": "my.Net", "model.width": width, "model.layers": 2}
-        chosen = offered.chosen(config, "model")
+        chosen = offered.find_option(config, "model")
         assert (chosen.name, chosen.knobs) == (name, {"width": width, "layers": 2})
 
 
 def test_a_class_of_ones_own_is_named_by_its_last_word_and_shown_in_full():
     own = {"strategy": {"_target_": "my.engines.Fast", "streams": 2}}
     runs = [with_config("a", own), with_config("b", of_option("strategy", "single"))]
-    assert differences(runs, Options(CONF)).listed == {
+    assert differences(runs, OptionCatalog(CONF)).listed == {
         "strategy": ["Fast", "single"],
         "strategy.streams": [2, ABSENT],
     }

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from datetime import datetime, timezone
 from importlib.metadata import distributions
 from pathlib import Path
@@ -16,11 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from torsh_trainer import rundir
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.rundir import RESULT_KEYS, RunDir, fresh_name
 from torsh_trainer.rundir.logs import setup_logging
 from torsh_trainer.rundir.provenance import gather_provenance, git_state, installed_packages
-from torsh_trainer.world import World
 
 
 def result_of(home: RunDir) -> dict:
@@ -257,15 +259,36 @@ def test_that_provenance_cannot_be_written_is_only_logged(tmp_path, caplog):
     assert "provenance.json: No such file" in caplog.text
 
 
+def test_provenance_goes_to_its_own_run_though_the_process_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    home = RunDir.create(Path("run"))
+    waits = threading.Event()
+
+    def gather(**_):
+        waits.wait(30)
+        return {}
+
+    monkeypatch.setattr(rundir, "gather_provenance", gather)
+    thread = home.start_provenance(command=["x"])
+    more = home.add_provenance({"numerics": {}})
+    (tmp_path / "elsewhere" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    waits.set()
+    thread.join()
+    more.join()
+    assert list(Path("run").iterdir()) == []
+    assert json.loads((tmp_path / "run/provenance.json").read_text()) == {"numerics": {}}
+
+
 # -- logs -----------------------------------------------------------------------------------------
 
 SPEAK = """
 import logging, sys
 from pathlib import Path
 from torsh_trainer.rundir.logs import setup_logging
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 close = setup_logging(Path(sys.argv[1]), World(int(sys.argv[2]), 2), sys.argv[3])
-for name in ("torsh_trainer.loop", "users.code"):
+for name in ("torsh_trainer.training.loop", "users.code"):
     for level in ("debug", "info", "warning"):
         getattr(logging.getLogger(name), level)(f"{name} {level}")
 close()
@@ -292,7 +315,7 @@ def _said(line: str) -> str:
 )
 def test_rank_0_logs_to_its_file_and_to_standard_error(tmp_path, level, ours, others):
     levels = ["debug", "info", "warning"]
-    expected = [f"torsh_trainer.loop {name}" for name in levels[3 - ours :]]
+    expected = [f"torsh_trainer.training.loop {name}" for name in levels[3 - ours :]]
     expected += [f"users.code {name}" for name in levels[3 - others :]]
     written, shown = speak(tmp_path, 0, level)
     assert written == expected
@@ -301,7 +324,7 @@ def test_rank_0_logs_to_its_file_and_to_standard_error(tmp_path, level, ours, ot
 
 def test_other_ranks_log_to_their_file_alone(tmp_path):
     written, shown = speak(tmp_path, 1, "warning")
-    assert written == ["torsh_trainer.loop warning", "users.code warning"]
+    assert written == ["torsh_trainer.training.loop warning", "users.code warning"]
     assert shown == []
     assert "[rank 1] WARNING" in (tmp_path / "logs" / "rank-1.log").read_text()
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from torsh_trainer.data import seeding
-from torsh_trainer.data.seeding import Seeded, generators
+from torsh_trainer.data.sampler import mix
+from torsh_trainer.data.seeding import Seeded
 
 SIZE = 96
 NUMPY: Any = np.random.mtrand._rand
@@ -55,6 +55,9 @@ DRAWS: dict[str, Callable[[int], Any]] = {
     "as many as NumPy has": lambda i: NUMPY.bytes(4 * 624) if i > 40 else 0,
     "torch, hidden": lambda i: draw_hidden(),
     "random, hidden": lambda i: draw_and_put_back(),
+    "a generator of its own, by torch's seed": lambda i: np.random.default_rng(
+        torch.initial_seed()
+    ).random(),
     "after a seed of its own": lambda i: (random.seed(i), random.random())[1],
 }
 
@@ -111,6 +114,16 @@ def test_a_draw_is_the_one_after_seeding_everything(name: str, size: int, order:
     assert leaves == as_left, "what comes after a batch draws on from its last sample"
     one_by_one = Seeded(Drawing(DRAWS[name]), 7)
     assert found == dict(one_by_one[3, i] for i in range(SIZE))
+
+
+@pytest.mark.parametrize("name", ["torch", "random.gauss", "one normal number of NumPy", "all"])
+def test_a_sample_draws_what_the_public_seeds_of_its_key_give(name: str) -> None:
+    seeded, draw = Seeded(Drawing(DRAWS[name]), 7), DRAWS[name]
+    for part in batches(8, 1):
+        for (_, index), (_, drawn) in zip(part, seeded.__getitems__(part), strict=True):
+            key = mix(7, 3, index)
+            torch.manual_seed(key), random.seed(key), np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002
+            assert drawn == draw(index)
 
 
 @pytest.mark.parametrize("name", ["nothing", "torch", "random", "NumPy", "all"])
@@ -170,9 +183,15 @@ def its_own_number(index: int) -> float:
     return random.random()
 
 
-def test_a_python_that_shows_no_words_is_asked_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seeding._place_of_state() is not None
-    monkeypatch.setattr(generators()[1], "_held", None)
-    for name in ("random, for one", "in turns"):
-        found, _ = fetched(DRAWS[name], batches(8, 1))
-        assert found == fetched(DRAWS[name], batches(8, 1), always=True)[0]
+@pytest.mark.parametrize("name", ["NumPy, for some", "one normal number of NumPy", "in turns"])
+def test_another_bit_generator_of_numpy_is_seen_and_seeded(name: str) -> None:
+    def read(order: int, **knobs: Any) -> dict[int, Any]:
+        data = Seeded(Drawing(DRAWS[name]), 7, **knobs)
+        return dict(sample for part in batches(8, order) for sample in data.__getitems__(part))
+
+    ours = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))  # its state lies elsewhere than MT19937's
+    try:
+        assert read(1) == read(3) == read(2, always=True)
+    finally:
+        np.random.set_bit_generator(ours)

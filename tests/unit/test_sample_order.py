@@ -24,8 +24,8 @@ from torch.utils.data import Dataset
 from torsh_trainer import CheckpointOptions, DataSource, Loading, OptimizerSpec, Task, Trainer
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.by_position import BLOCK, ROUNDS, draws, permutation
-from torsh_trainer.data.feed import TrainFeed, eval_batches
-from torsh_trainer.data.sampler import LISTED, Cut, GlobalSampler, epoch_order, mix
+from torsh_trainer.data.feed import TrainLoader, eval_batches
+from torsh_trainer.data.sampler import LISTED, BatchPartition, GlobalSampler, epoch_order, mix
 from torsh_trainer.errors import ConfigError
 
 SIZE = LISTED + 24
@@ -178,7 +178,7 @@ def test_more_samples_than_torch_draws_from_are_drawn_by_weight() -> None:
     task = Proportion()
     task.data = Source()
     loading = Loading(weighted=True)
-    feed = TrainFeed(task, loading, Cut(512, 512, 1, 0), LocalCommunicator(), seed=0)
+    feed = TrainLoader(task, loading, BatchPartition(512, 512, 1, 0), LocalCommunicator(), seed=0)
     steps = feed.steps()
     drawn = Counter(next(steps).micro_batches[0].batch[1].tolist())
     assert sorted(drawn) == list(range(size - 8, size))
@@ -196,7 +196,9 @@ def test_weights_that_no_number_holds_the_sum_of_are_refused() -> None:
     task = Proportion()
     task.data = Source()
     with pytest.raises(ConfigError, match="add up to more"):
-        TrainFeed(task, Loading(weighted=True), Cut(4, 4, 1, 0), LocalCommunicator(), seed=0)
+        TrainLoader(
+            task, Loading(weighted=True), BatchPartition(4, 4, 1, 0), LocalCommunicator(), seed=0
+        )
 
 
 # -- where an order is computed -------------------------------------------------------------------
@@ -205,7 +207,7 @@ def test_weights_that_no_number_holds_the_sum_of_are_refused() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_step_anywhere_in_a_trillion_samples_takes_no_memory(shuffle: bool) -> None:
     size = 10**12
-    sampler = GlobalSampler(size, Cut(32, 32, 1, 0), seed=0, shuffle=shuffle)
+    sampler = GlobalSampler(size, BatchPartition(32, 32, 1, 0), seed=0, shuffle=shuffle)
     tracemalloc.start()
     for consumed in (0, 9 * 10**11, size - 64):
         plans = list(itertools.islice(sampler.plans(consumed), 4))
@@ -219,7 +221,7 @@ def test_a_step_anywhere_in_a_trillion_samples_takes_no_memory(shuffle: bool) ->
 def test_an_evaluation_lists_no_samples() -> None:
     task = Proportion()
     task.data.eval = Numbers(10**10)
-    loading, cut = Loading(eval_batch_size=4), Cut(4, 4, 1, 0)
+    loading, cut = Loading(eval_batch_size=4), BatchPartition(4, 4, 1, 0)
     batches = eval_batches(task, "eval", loading, cut, LocalCommunicator(), limit=2)
     assert [batch[1].tolist() for batch, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -228,7 +230,7 @@ def test_an_evaluation_lists_no_samples() -> None:
 def test_a_computed_order_goes_on_from_any_position(weighted: bool) -> None:
     size = 3 * BLOCK + 5
     weights = torch.rand(size, generator=torch.Generator().manual_seed(0)) if weighted else None
-    cut = Cut(1000, 1000, 1, 0)
+    cut = BatchPartition(1000, 1000, 1, 0)
     sampler = GlobalSampler(size, cut, seed=3, weights=weights, listed=False)
     whole = list(itertools.islice(sampler.plans(0), 103))
     ids = [i for plan in whole[: sampler.steps_per_epoch] for i in plan.shares[0].ids]
@@ -240,7 +242,7 @@ def test_a_computed_order_goes_on_from_any_position(weighted: bool) -> None:
 
 @pytest.mark.parametrize("size", [LISTED, LISTED + 1])
 def test_up_to_a_million_samples_the_order_is_the_one_that_torch_lists(size: int) -> None:
-    plan = next(GlobalSampler(size, Cut(8, 8, 1, 0), seed=0).plans(16))
+    plan = next(GlobalSampler(size, BatchPartition(8, 8, 1, 0), seed=0).plans(16))
     listed = epoch_order(size, seed=0, epoch=0, shuffle=True)[16:24]
     assert (plan.shares[0].ids == listed) == (size == LISTED)
 

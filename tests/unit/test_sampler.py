@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from torsh_trainer.data.sampler import Cut, ForwardKeys, GlobalSampler, epoch_order
+from torsh_trainer.data.sampler import BatchPartition, ForwardKeys, GlobalSampler, epoch_order
 
 
 def steps(sampler: GlobalSampler, consumed: int, count: int) -> list[tuple[int, list[int], int]]:
@@ -21,7 +21,7 @@ def steps(sampler: GlobalSampler, consumed: int, count: int) -> list[tuple[int, 
 
 
 def sampler(*, size=23, batch=8, micro=2, ranks=1, rank=0, **knobs) -> GlobalSampler:
-    return GlobalSampler(size, Cut(batch, micro, ranks, rank), seed=3, **knobs)
+    return GlobalSampler(size, BatchPartition(batch, micro, ranks, rank), seed=3, **knobs)
 
 
 def test_an_epoch_holds_every_sample_once() -> None:

@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.schedule import DeepSpeedOneCycle, DeepSpeedRangeTest, DeepSpeedWarmup
+from torsh_trainer.optim.schedule.deepspeed import (
+    DeepSpeedOneCycle,
+    DeepSpeedRangeTest,
+    DeepSpeedWarmup,
+)
+from torsh_trainer.utils.lookup import import_object
 
 UPDATES = 300
 LR = 0.02
@@ -335,3 +340,13 @@ def test_a_knob_out_of_its_range_is_refused(knobs, words):
 def test_so_is_one_of_the_others(schedule, knobs, words):
     with pytest.raises(ConfigError, match=words):
         schedule(**knobs)
+
+
+def test_a_configuration_of_an_earlier_run_finds_its_schedule():
+    for kind in (DeepSpeedOneCycle, DeepSpeedRangeTest, DeepSpeedWarmup):
+        assert (
+            import_object(f"torsh_trainer.optim.schedule.{kind.__name__}", option="schedule")
+            is kind
+        )
+    with pytest.raises(ConfigError, match="DeepSpeedNothing"):
+        import_object("torsh_trainer.optim.schedule.DeepSpeedNothing", option="schedule")

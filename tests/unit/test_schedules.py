@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
-from torsh_trainer import schedule as schedules
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.schedule import (
+from torsh_trainer.optim import schedule as schedules
+from torsh_trainer.optim.schedule import (
     Constant,
     Cosine,
     InverseSqrt,
@@ -498,7 +498,7 @@ def test_every_schedule_has_its_yaml_under_its_name() -> None:
 def test_the_yaml_holds_the_defaults_of_the_constructor(name: str) -> None:
     node = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
     kind = knob_classes()[name]
-    assert node.pop("_target_") == f"torsh_trainer.schedule.{kind.__name__}"
+    assert node.pop("_target_") == f"torsh_trainer.optim.schedule.{kind.__name__}"
     defaults = {}
     for knob in dataclasses.fields(kind):
         made = knob.default_factory is not dataclasses.MISSING

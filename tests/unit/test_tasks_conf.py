@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.task import parameter_count
+from torsh_trainer.tasks.base import parameter_count
 from torsh_trainer.tasks.models import GPT
 
 CONF = Path(__file__).resolve().parents[2] / "conf"

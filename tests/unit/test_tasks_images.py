@@ -21,7 +21,7 @@ from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.tasks.digits import Digits
 from torsh_trainer.tasks.fashion_mnist import FashionMnist, read_idx
 from torsh_trainer.tasks.image_folder import ImageFolder
-from torsh_trainer.tasks.sources import TensorData, balanced, collate, split
+from torsh_trainer.tasks.sources import TensorData, balance_classes, collate, split
 
 
 def fetched(data: Any, indices: list[int]) -> Any:
@@ -146,7 +146,7 @@ def test_scikit_learn_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
 
 def test_balanced_weights_draw_every_class_alike() -> None:
     labels = torch.tensor([0, 0, 0, 1, 2, 2])
-    weights = balanced(labels)
+    weights = balance_classes(labels)
     totals = [weights[labels == label].sum().item() for label in range(3)]
     assert totals == pytest.approx([1.0, 1.0, 1.0])
 

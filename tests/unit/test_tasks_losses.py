@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import DataSource
+from torsh_trainer.tasks.base import DataSource
 from torsh_trainer.tasks.classification import Classification
 from torsh_trainer.tasks.language_model import LanguageModel
 from torsh_trainer.tasks.models import GPT, MLP
@@ -113,6 +113,12 @@ def test_fixed_windows_have_a_weight_that_needs_no_communication() -> None:
     assert task.flops_per_sample(model) == 12 * gpt().flops_per_token(12)
     windows = torch.randint(16, (5, 13))
     assert task.weight(windows) == 5 * task.sample_weight
+
+
+def test_operations_are_not_told_where_a_gradient_is_left_out() -> None:
+    task, model = language_model(fixed_length=True, context=12)
+    next(model.parameters()).requires_grad_(False)
+    assert task.flops_per_sample(model) is None
 
 
 def test_text_of_different_lengths_is_weighed_by_the_batch() -> None:

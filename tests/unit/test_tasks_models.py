@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import parameter_count
+from torsh_trainer.tasks.base import parameter_count
 from torsh_trainer.tasks.models import GPT, MLP, Block, SmallCNN
 
 

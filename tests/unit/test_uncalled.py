@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from torsh_trainer import Callback, DataSource, Loading, Task, Trainer
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.tasks.classification import Classification
 
 WHOLE = TensorDataset(torch.ones(4, 1))
 
@@ -80,6 +81,59 @@ def test_a_helper_beside_the_method_itself_is_the_users_own() -> None:
         def losses(self) -> None: ...
 
     Trainer(task=Mine(), max_steps=1)
+
+
+def test_a_method_that_misspells_one_of_a_task_of_ours_is_refused() -> None:
+    class Mine(Classification):
+        def evalute(self, model: nn.Module, batch: Any) -> Any: ...
+
+    assert "did you mean 'evaluate'?" in refusal(Mine(Plain().build_model, DataSource()))
+
+
+def test_a_method_that_misspells_one_of_a_base_of_the_users_own_is_refused() -> None:
+    class Base(Plain):
+        def evaluate(self, model: nn.Module, batch: Any) -> Any: ...
+
+    class Mine(Base):
+        def evalute(self, model: nn.Module, batch: Any) -> Any: ...
+
+    class Source(DataSource):
+        def sample_weights(self) -> Tensor:
+            return torch.ones(4)
+
+    class Mine2(Source):
+        def sample_weight(self) -> Tensor:
+            return torch.zeros(4)
+
+    assert "Mine.evalute: nothing calls" in refusal(Mine())
+    assert "did you mean 'sample_weights'?" in refusal(Plain(Mine2()))
+
+
+def test_a_helper_that_another_method_names_is_the_users_own() -> None:
+    class Base(Plain):
+        def build_optimizers(self, named_parameters: Any) -> Any:
+            return [self.build_optimizer(each) for each in (named_parameters,)]
+
+        def on_outputs(self) -> None: ...
+
+        def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+            self.on_outputs()
+            return super().loss(outputs, batch)
+
+    class Mine(Base):
+        def build_optimizer(self, named_parameters: Any) -> None: ...
+
+        def on_outputs(self) -> None: ...
+
+    Trainer(task=Mine(), max_steps=1)
+
+
+@pytest.mark.parametrize("name", ["on_step", "on_train_epoch_end"])
+def test_a_hook_on_a_task_is_refused(name: str) -> None:
+    kind = type("Mine", (Plain,), {name: lambda self, *_: None})
+    words = refusal(kind())
+    assert f"Mine.{name}: nothing calls or reads that; a task has no hooks" in words
+    assert "torsh_trainer.Callback has: on_start, on_step," in words
 
 
 def test_a_split_under_another_name_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from torsh_trainer.user_code import place_here, place_in, place_of, words_of
+from torsh_trainer.utils.user_code import place_here, place_in, place_of, words_of
 
 HERE = str(Path(__file__))
 LOADER = "in DataLoader worker process 0:"

@@ -12,15 +12,18 @@ import pytest
 import torch
 from torch import nn
 
+from torsh_trainer.assemble import verifying
+from torsh_trainer.assemble.verifying import where_all_fit
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.strategies.base import FlatShard, Strategy
+from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.verify import running
 from torsh_trainer.verify.compare import Bounds, Comparison, compare, of_arrays, of_numbers
 from torsh_trainer.verify.options import Entry, VerifyOptions
 from torsh_trainer.verify.record import FACTS, ROWS, Record, parameters_file
 from torsh_trainer.verify.suspects import suspect_of
-from torsh_trainer.verify.witness import Watched, parameters_of
+from torsh_trainer.verify.witness import WatchedStrategy, parameters_of
 
 BOUNDS = Bounds(1e-6, 1e-6)
 FACTS_OF_TWO = {"world_size": 2, "accumulate": 4, "gradient_scale": 1.0}
@@ -89,10 +92,10 @@ def test_a_parameter_that_the_other_has_not_or_that_is_not_a_number_is_infinitel
 
 
 def test_every_step_may_add_a_rounding_and_the_learning_rate_none() -> None:
-    assert BOUNDS.allowed("loss", 0) == BOUNDS.allowed("loss", 1) == 1e-6
-    assert BOUNDS.allowed("parameters", 10) == pytest.approx(1e-5)
-    assert BOUNDS.allowed("lr", 10) < 1e-8
-    assert Bounds(1e-6, None).allowed("parameters", 10) == math.inf
+    assert BOUNDS.limit_after("loss", 0) == BOUNDS.limit_after("loss", 1) == 1e-6
+    assert BOUNDS.limit_after("parameters", 10) == pytest.approx(1e-5)
+    assert BOUNDS.limit_after("lr", 10) < 1e-8
+    assert Bounds(1e-6, None).limit_after("parameters", 10) == math.inf
 
 
 # -- suspects ---------------------------------------------------------------------------------
@@ -196,7 +199,7 @@ def test_a_bound_of_ones_own_replaces_it() -> None:
 def test_the_rung_sgd_takes_away_what_hides_a_factor_and_leaves_the_configuration_alone() -> None:
     config = {
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3},
-        "schedule": {"_target_": "torsh_trainer.schedule.Cosine"},
+        "schedule": {"_target_": "torsh_trainer.optim.schedule.Cosine"},
         "trainer": {"max_grad_norm": 1.0, "max_grad_value": None, "ema_decay": 0.9, "seed": 3},
         "precision": {"compute": "bf16"},
     }
@@ -224,7 +227,7 @@ def test_the_rung_sgd_takes_away_what_hides_a_factor_and_leaves_the_configuratio
 )
 def test_the_gravest_outcome_decides_the_exit_code(statuses: Any, code: int) -> None:
     outcomes = tuple(
-        running.Outcome("sgd", Entry(f"s{i}"), status, Path(), 1)
+        running.RungOutcome("sgd", Entry(f"s{i}"), status, Path(), 1)
         for i, status in enumerate(statuses)
     )
     options = VerifyOptions(("single", "ddp"))
@@ -269,7 +272,7 @@ class Sharded:
 
 def test_a_watched_strategy_passes_everything_on() -> None:
     public = {name for name in vars(Strategy) if not name.startswith("_")} - {"refuse"}
-    assert public <= {*vars(Watched)}
+    assert public <= {*vars(WatchedStrategy)}
 
 
 def test_a_hole_between_the_pieces_of_a_parameter_is_no_parameter() -> None:
@@ -282,3 +285,45 @@ def test_a_hole_between_the_pieces_of_a_parameter_is_no_parameter() -> None:
     torn = parameters_of(part, LocalCommunicator(torch.device("cpu")))["flat"]
     assert numpy.isnan(torn).sum() == 4
     assert of_arrays({"flat": torn}, {"flat": torn}).relative == math.inf
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "single": {"trainer": {"device": "auto", "seed": 1}},
+    "ddp": {"trainer": {"seed": 1}, "launcher": {"num_processes": "auto"}},
+}
+
+
+@pytest.mark.parametrize(("gpus", "words"), [(1, "1 GPU for 2 processes"), (3, "3 GPUs for 4")])
+def test_where_gpus_are_fewer_than_processes_all_strategies_are_trained_on_the_cpu(
+    gpus: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verifying, "accelerators", lambda env: gpus)
+    found = where_all_fit(CONFIGS, gpus + 1, {})
+    assert [config["trainer"] for config in found.values()] == [{"device": "cpu", "seed": 1}] * 2
+    assert found["ddp"]["launcher"] == CONFIGS["ddp"]["launcher"]
+    said = capsys.readouterr().err
+    assert words in said
+    assert "all strategies are trained on the CPU" in said
+
+
+@pytest.mark.parametrize(("gpus", "most"), [(0, 2), (2, 2), (8, 2), (1, 1)])
+def test_where_every_process_has_a_gpu_or_there_is_none_nothing_changes(
+    gpus: int, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verifying, "accelerators", lambda env: gpus)
+    assert where_all_fit(CONFIGS, most, {}) == CONFIGS
+    assert not capsys.readouterr().err
+
+
+def test_gpus_that_are_asked_for_and_too_few_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "accelerators", lambda env: 1)
+    asked = {**CONFIGS, "single": {"trainer": {"device": "cuda"}}}
+    with pytest.raises(ConfigError, match="this host has 1 GPU for 2 processes") as caught:
+        where_all_fit(asked, 2, {})
+    assert "launcher.num_processes=1" in str(caught.value)
+
+
+def test_a_verification_on_the_cpu_looks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "accelerators", lambda env: pytest.fail("it has looked"))
+    on_cpu = {"single": {"trainer": {"device": "cpu"}}}
+    assert where_all_fit(on_cpu, 2, {}) == on_cpu

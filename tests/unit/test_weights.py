@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.weights import freeze, load_pretrained
+from torsh_trainer.tasks.weights import freeze, load_pretrained
 
 
 class Net(nn.Module):

@@ -2,8 +2,8 @@ import pickle
 
 import pytest
 
+from torsh_trainer.environments.world import ALONE, Rendezvous, World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import ALONE, Rendezvous, World
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_numbers_outside_their_range_are_refused(numbers):
 
 
 def test_the_world_of_one_is_its_own_main_process():
-    assert ALONE.is_main
+    assert ALONE.is_rank_zero
     assert not ALONE.is_distributed
 
 

@@ -11,59 +11,57 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 from torsh_trainer import environments
 from torsh_trainer.assemble.plan import (
+    TARGET,
     Buildable,
-    Plan,
+    ObjectPlan,
     Signature,
     name_of,
     plan,
     plan_call,
     target_of,
 )
-from torsh_trainer.assemble.values import filled, fitted
+from torsh_trainer.assemble.values import fill_marks, fit_value
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.importing import load_for_good
+from torsh_trainer.environments.world import World
+from torsh_trainer.errors import ConfigError, TorshError, nearest
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.local import Local
-from torsh_trainer.masking import masked
-from torsh_trainer.world import World
+from torsh_trainer.utils.importing import load_for_good
+from torsh_trainer.utils.masking import mask_tree
+from torsh_trainer.utils.registry import CALLBACKS, GROUPS, LOGGERS, SETTINGS, PluginKind
 
 if TYPE_CHECKING:  # the launching process never loads torch
     from torsh_trainer.callbacks.base import Callback
-    from torsh_trainer.optimizers import OptimizerSpec
-    from torsh_trainer.task import Task
-    from torsh_trainer.trainer import Trainer
+    from torsh_trainer.optim.optimizers import OptimizerSpec
+    from torsh_trainer.tasks.base import Task
+    from torsh_trainer.training.program import ProgramTask
+    from torsh_trainer.training.run_spec import RunSpec
 
-GROUPS = (
-    "trainer",
-    "task",
-    "model",
-    "data",
-    "optimizer",
+OBJECTS = (
     "schedule",
     "strategy",
-    "comm",
     "precision",
     "compression",
-    "launcher",
+    "comm",
+    "mesh",
     "checkpoint",
-    "callbacks",
-    "logger",
+    "launcher",
 )
-SETTINGS = ("debug", "log_level", "vars")
-OBJECTS = ("schedule", "strategy", "precision", "compression", "comm", "checkpoint", "launcher")
 """Groups that are one object each, handed to the trainer under their own name."""
 
-NO_KNOBS = ("loading", "default_callbacks", "run_dir", "config", "command", "log_level")
+KINDS_OF_LISTENERS = {"callbacks": CALLBACKS, "logger": LOGGERS}
+"""Groups of several nodes, and the plugins that may go by the name of one."""
+
+NO_KNOBS = ("loading", "run_dir", "config", "command", "log_level")
 """What a trainer is given beside the groups, and the ``trainer`` group cannot set."""
 
 
 @dataclass(frozen=True)
-class Order:
+class RunRequest:
     """All that a process of the job needs: plain values, which cross processes.
 
     ``config`` is the resolved configuration, ``command`` what would start this run again,
@@ -80,7 +78,7 @@ class Order:
     written: Mapping[str, Any] = field(default_factory=dict)
 
 
-Ordered = TypeVar("Ordered", bound=Order)
+Ordered = TypeVar("Ordered", bound=RunRequest)
 
 
 def run(
@@ -100,11 +98,13 @@ def run(
     Raises:
         TorshError: see errors.py.
     """
-    order = Order(config, run_dir, tuple(command), tuple(import_paths), said or {}, written or {})
-    return launched(work, order, env)
+    order = RunRequest(
+        config, run_dir, tuple(command), tuple(import_paths), said or {}, written or {}
+    )
+    return launch(work, order, env)
 
 
-def launched(
+def launch(
     entry: Callable[[World, Ordered], dict[str, Any]], order: Ordered, env: Mapping[str, str]
 ) -> dict[str, Any]:
     """What ``entry`` gives on rank 0, called in the processes that the launcher starts."""
@@ -119,17 +119,17 @@ def launched(
     return result
 
 
-def work(world: World, order: Order) -> dict[str, Any]:
+def work(world: World, order: RunRequest) -> dict[str, Any]:
     """One process of the job: assembles the trainer and runs it in its place."""
     # torch loads here, in the processes that train; the first optimizer imports torch._dynamo.
-    load_for_good("torsh_trainer.trainer", "torch._dynamo")
-    from torsh_trainer.trainer import run_in
+    load_for_good("torsh_trainer.training.trainer", "torch._dynamo")
+    from torsh_trainer.training.trainer import run_in
 
     import_from(order.import_paths)
-    return dict(run_in(world, trainer_of(_agreed(world, order))).content)
+    return dict(run_in(world, plan_run(_agree_on_answers(world, order))).content)
 
 
-def _agreed(world: World, order: Order) -> Order:
+def _agree_on_answers(world: World, order: RunRequest) -> RunRequest:
     """The order with what rank 0 says in it, on every process.
 
     Raises:
@@ -144,13 +144,13 @@ def _agreed(world: World, order: Order) -> Order:
             "has started can tell, and they have no place where they could ask it",
             fix=f"give {place} a value that asks neither",
         )
-    from torsh_trainer.comm.start import told  # torch loads here: see work
+    from torsh_trainer.comm.start import share_from_rank_zero  # torch loads here: see work
 
     comm = order.config.get("comm")
     options = {} if comm is None else {"options": plan(comm, key="comm").build()}
-    said = told(world, order.said, **options)
+    said = share_from_rank_zero(world, order.said, **options)
     marks = {f"\0{name}\0": value for name, value in said.items()}
-    config, written = filled(order.config, marks), filled(order.written, marks)
+    config, written = fill_marks(order.config, marks), fill_marks(order.written, marks)
     return replace(order, config=config, written=written, said={})
 
 
@@ -166,14 +166,14 @@ def preview(
         TorshError: see errors.py.
     """
     # torch loads here: this process looks at the model itself.
-    from torsh_trainer.preview import preview as told
+    from torsh_trainer.training.preview import preview as told
 
     _check_names(config)
     import_from(import_paths)
     context = LaunchContext(env=env, found=environments.detect(env))
     size = launcher_of(config).size(context)
     world = World(size=size, local_size=size)
-    found = told(trainer_of(Order(config, run_dir, (), ())), world, run_dir=run_dir)
+    found = told(plan_run(RunRequest(config, run_dir, (), ())), world, run_dir=run_dir)
     return found.text, found.refused
 
 
@@ -183,14 +183,14 @@ def launcher_of(config: Mapping[str, Any]) -> Launcher:
     return Local() if node is None else plan(node, key="launcher").build()
 
 
-def trainer_of(order: Order) -> Trainer:
-    """The trainer that a resolved configuration describes; everything is checked before it is made.
+def plan_run(order: RunRequest) -> RunSpec:
+    """The run that a resolved configuration describes; everything is checked before it is made.
 
     Raises:
         ConfigError: names the dotted key, and the nearest names where one is mistyped.
         ResourceError: something needs a library that is not installed.
     """
-    from torsh_trainer.trainer import Trainer  # see work
+    from torsh_trainer.training.run_spec import RunSpec  # see work
 
     config = order.config
     _check_names(config)
@@ -199,10 +199,10 @@ def trainer_of(order: Order) -> Trainer:
         if name in GROUPS:
             fix = f"{name} is a group of its own: {name}=NAME"
             raise ConfigError(f"unknown knob trainer.{name}", fix=fix)
-    source, loading = planned_data(config)
+    source, loading = plan_data(config)
     task = _PlannedTask.of(config, source)
     if not isinstance(config["log_level"], str):
-        fitted(
+        fit_value(
             config["log_level"],
             Literal["debug", "info", "warning", "error"],
             key="log_level",
@@ -212,27 +212,26 @@ def trainer_of(order: Order) -> Trainer:
         **{name: _object(config[name], name) for name in OBJECTS if config.get(name)},
         "loading": loading,
         "callbacks": [
-            *_enabled(config, "callbacks"),
-            *_enabled(config, "logger"),
+            *_plan_enabled(config, "callbacks"),
+            *_plan_enabled(config, "logger"),
             *_looking_at_objective(knobs, task),
         ],
-        "default_callbacks": False,
         "run_dir": order.run_dir,
-        "config": order.written or masked(config),
+        "config": order.written or mask_tree(config),
         "command": order.command,
         "log_level": config["log_level"],
     }
     given = {**dict.fromkeys(NO_KNOBS), **given, "task": task}
-    trainer: Trainer = plan_call(Trainer, knobs, key="trainer", given=given).build()
-    return trainer
+    spec: RunSpec = plan_call(RunSpec, knobs, key="trainer", given=given).build()
+    return spec
 
 
-def _object(node: Mapping[str, Any], group: str) -> Plan:
+def _object(node: Mapping[str, Any], group: str) -> ObjectPlan:
     """The plan of a group that is one object, which has to be of the kind that a trainer takes."""
-    from torsh_trainer.trainer import Trainer  # torch loads here: see work
+    from torsh_trainer.training.run_spec import RunSpec  # torch loads here: see work
 
     factory = target_of(node, key=group)
-    wanted = get_type_hints(Trainer)[group]
+    wanted = get_type_hints(RunSpec)[group]
     kinds = tuple(kind for kind in get_args(wanted) or (wanted,) if isinstance(kind, type))
     if isinstance(factory, type) and not issubclass(factory, kinds):
         names = " or ".join(kind.__name__ for kind in kinds if kind not in (str, type(None)))
@@ -251,34 +250,34 @@ class _PlannedTask(Buildable):
     What the constructors draw follows from ``seed``, so that every process makes the same data.
     """
 
-    task: Plan
-    source: Plan | None
+    task: ObjectPlan
+    source: ObjectPlan | None
     optimizer: OptimizerSpec | None
     seed: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], source: Plan | None) -> _PlannedTask:
+    def of(cls, config: Mapping[str, Any], source: ObjectPlan | None) -> _PlannedTask:
         # torch loads here: see work.
-        from torsh_trainer.optimizers import OptimizerSpec
-        from torsh_trainer.trainer import Trainer
+        from torsh_trainer.optim.optimizers import OptimizerSpec
+        from torsh_trainer.training.run_spec import RunSpec
 
         model = plan(config["model"], key="model") if config.get("model") else None
         node = config.get("optimizer")
-        optimizer = None if node is None else OptimizerSpec.from_config(_fitted_optimizer(node))
+        optimizer = None if node is None else OptimizerSpec.from_config(_fit_optimizer(node))
         given = {"model": model and model.build, "data": source, "optimizer": optimizer}
         given = {name: value for name, value in given.items() if value is not None}
         _check_parts(config, given)
-        seed = (config.get("trainer") or {}).get("seed", Trainer.seed)
+        seed = (config.get("trainer") or {}).get("seed", RunSpec.seed)
         return cls(plan(config["task"], key="task", given=given), source, optimizer, seed)
 
     def build(self) -> Task:
         from torsh_trainer.data.splits import making_data  # torch loads here: see work
 
         with making_data(int(self.seed)):
-            return self._built()
+            return self._make_task()
 
-    def _built(self) -> Task:
-        from torsh_trainer.task import Task  # torch loads here: see work
+    def _make_task(self) -> Task:
+        from torsh_trainer.tasks.base import Task  # torch loads here: see work
 
         task = self.task.build()
         if not isinstance(task, Task):
@@ -293,9 +292,9 @@ class _PlannedTask(Buildable):
         return task
 
 
-def _fitted_optimizer(node: Any, key: str = "optimizer") -> dict[str, Any]:
+def _fit_optimizer(node: Any, key: str = "optimizer") -> dict[str, Any]:
     """The ``optimizer`` node, its values held against the annotations of its class and of ours."""
-    from torsh_trainer.optimizers import OptimizerSpec  # torch loads here: see work
+    from torsh_trainer.optim.optimizers import OptimizerSpec  # torch loads here: see work
 
     if not isinstance(node, Mapping):
         raise ConfigError(f"{key}: expected a mapping, got {node!r}", fix=f"choose {key}=NAME")
@@ -304,7 +303,7 @@ def _fitted_optimizer(node: Any, key: str = "optimizer") -> dict[str, Any]:
     for name, value in node.items():
         at = f"{key}.{name}"
         if name == "others":
-            values[name] = None if value is None else _fitted_optimizer(value, at)
+            values[name] = None if value is None else _fit_optimizer(value, at)
         elif name in ("groups", "others_match") and value is None:
             continue
         elif name != "lr" and not name.startswith("_"):
@@ -331,25 +330,22 @@ def _check_parts(config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             )
 
 
-def own_loop(config: Mapping[str, Any]) -> Task | None:
+def own_loop(config: Mapping[str, Any]) -> ProgramTask | None:
     """The task of a configuration, where it brings its own loop; None for any other.
 
     Raises:
         ConfigError: nothing says what to train, or the task's arguments do not fit.
     """
-    source, _ = planned_data(config)
+    source, _ = plan_data(config)
     planned = _PlannedTask.of(config, source)
-    return planned.build() if _brings_its_loop(planned) else None
+    return cast("ProgramTask", planned.build()) if _brings_its_loop(planned) else None
 
 
 def _brings_its_loop(planned: _PlannedTask) -> bool:
-    from torsh_trainer.task import Task  # torch loads here: see work
-
-    kind = planned.task.factory
-    return isinstance(kind, type) and getattr(kind, "course", Task.course) is not Task.course
+    return bool(getattr(planned.task.factory, "brings_program", False))
 
 
-def planned_data(config: Mapping[str, Any]) -> tuple[Plan | None, Plan]:
+def plan_data(config: Mapping[str, Any]) -> tuple[ObjectPlan | None, ObjectPlan]:
     """The source of the ``data`` group, and the knobs of loading that stand beside its own."""
     node = config.get("data") or {}
     shared = {field.name for field in fields(Loading)}
@@ -359,7 +355,7 @@ def planned_data(config: Mapping[str, Any]) -> tuple[Plan | None, Plan]:
     return source, plan_call(Loading, loading, key="data")
 
 
-def _enabled(config: Mapping[str, Any], group: str) -> list[Plan]:
+def _plan_enabled(config: Mapping[str, Any], group: str) -> list[ObjectPlan]:
     """The callbacks or loggers that are switched on, in the order of the configuration."""
     plans = []
     for name, node in (config.get(group) or {}).items():
@@ -367,14 +363,43 @@ def _enabled(config: Mapping[str, Any], group: str) -> list[Plan]:
         if node is None:
             continue
         switch = node.get("enabled", True) if isinstance(node, Mapping) else node
-        fitted(switch, bool | Literal["auto"], key=f"{key}.enabled", default=True)
+        fit_value(switch, bool | Literal["auto"], key=f"{key}.enabled", default=True)
         if switch is False:
+            _check_disabled(node, key)
             continue
-        library = getattr(target_of(node, key=key), "requires", None)
-        if switch == "auto" and library is not None and find_spec(library) is None:
+        node = _add_class(node, KINDS_OF_LISTENERS[group], name, key=key)
+        if switch == "auto" and not _has_library(target_of(node, key=key)):
             continue
         plans.append(plan({k: v for k, v in node.items() if k != "enabled"}, key=key))
     return plans
+
+
+def _add_class(node: Any, kind: PluginKind, name: str, *, key: str) -> Any:
+    """``node`` with the class that is registered under its name, where it names none itself."""
+    bare = {} if node is True else node
+    if not isinstance(bare, Mapping) or TARGET in bare or name not in kind:
+        return node
+    return {TARGET: name_of(kind.load(name, option=key)), **bare}
+
+
+def _has_library(factory: Any) -> bool:
+    library = getattr(factory, "requires", None)
+    return library is None or find_spec(library) is not None
+
+
+def _check_disabled(node: Any, key: str) -> None:
+    """Refuses knobs that would be refused of an enabled one.
+
+    One that cannot be imported here is left alone: to disable it is how to go without. And only
+    our own are made, to be asked about the values: who knows what another does in its constructor.
+    """
+    try:
+        factory = target_of(node, key=key)
+    except TorshError:
+        return
+    planned = plan({k: v for k, v in node.items() if k != "enabled"}, key=key)
+    if factory.__module__.startswith("torsh_trainer.") and _has_library(factory):
+        planned.build()
 
 
 def _looking_at_objective(knobs: Mapping[str, Any], planned: _PlannedTask) -> list[Callback]:

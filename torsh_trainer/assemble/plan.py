@@ -1,8 +1,8 @@
 """From a node of the configuration (``_target_`` and its arguments) to the object that it names.
 
 In two moves: ``plan`` imports the target and holds every argument against its signature, and
-``Plan.build`` calls it. So a typo is found before anything heavy has happened, and a model can be
-described here and made later, in another process.
+``ObjectPlan.build`` calls it. So a typo is found before anything heavy has happened, and a model
+can be described here and made later, in another process.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torsh_trainer.assemble.values import check_finite, fitted
+from torsh_trainer.assemble.values import check_finite, fit_value
 from torsh_trainer.errors import ConfigError, TorshError, nearest
-from torsh_trainer.lookup import imported
+from torsh_trainer.utils.lookup import import_object
 
 TARGET, PARTIAL = "_target_", "_partial_"
 
@@ -34,7 +34,7 @@ class Buildable(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Plan(Buildable):
+class ObjectPlan(Buildable):
     """An object that can be made: what to call, with which arguments, for which node."""
 
     key: str
@@ -48,7 +48,7 @@ class Plan(Buildable):
         Raises:
             ConfigError: the constructor refuses its arguments.
         """
-        arguments = {name: _built(value) for name, value in self.arguments.items()}
+        arguments = {name: _build_all(value) for name, value in self.arguments.items()}
         if self.partial:
             return functools.partial(self.factory, **arguments)
         try:
@@ -66,7 +66,7 @@ class Plan(Buildable):
 class Factory(Buildable):
     """A plan for somebody who decides himself when the object is made."""
 
-    plan: Plan
+    plan: ObjectPlan
 
     def build(self) -> Callable[[], Any]:
         return self.plan.build
@@ -78,7 +78,7 @@ def plan(
     key: str,
     given: Mapping[str, Any] | None = None,
     also: Collection[str] = (),
-) -> Plan:
+) -> ObjectPlan:
     """The plan of ``node``, the part of the configuration at ``key``.
 
     ``given`` are arguments that the configuration may not name; those that the target does not
@@ -103,7 +103,7 @@ def plan_call(
     given: Mapping[str, Any] | None = None,
     also: Collection[str] = (),
     partial: bool = False,
-) -> Plan:
+) -> ObjectPlan:
     """The plan to call ``factory`` with ``arguments``, checked; see ``plan``."""
     signature = Signature.of(factory)
     given = given or {}
@@ -120,7 +120,7 @@ def plan_call(
                 offer = re.sub(r"'(\w+)'", rf"{key}.\1", offer)
             raise ConfigError(f"unknown knob {key}.{name}", fix=offer, name=f"{key}.{name}")
     checked = {
-        name: signature.fit(name, _planned(value, f"{key}.{name}"), key=f"{key}.{name}")
+        name: signature.fit(name, _plan_nodes(value, f"{key}.{name}"), key=f"{key}.{name}")
         for name, value in arguments.items()
     }
     taken = {name: value for name, value in given.items() if signature.takes(name)}
@@ -128,7 +128,7 @@ def plan_call(
     if missing and not partial:
         first = min(missing, key=signature.names.index)
         raise ConfigError(f"{key}.{first} has no value", fix=f"give {key}.{first}=VALUE")
-    return Plan(key, factory, {**checked, **taken}, partial)
+    return ObjectPlan(key, factory, {**checked, **taken}, partial)
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,11 @@ class Signature:
         """``value`` as the annotation of ``name`` asks for it."""
         parameter, hint = self.parameters.get(name), self.hints.get(name, Any)
         default = inspect.Parameter.empty if parameter is None else parameter.default
-        if isinstance(value, Plan) and not value.partial and _asks_for_factory(hint):
+        if isinstance(value, ObjectPlan) and not value.partial and _asks_for_factory(hint):
             return Factory(value)
         if self.finite:
             check_finite(value, key=key, default=default)
-        return fitted(value, hint, key=key, default=default, nested=_nested)
+        return fit_value(value, hint, key=key, default=default, nested=_plan_nested)
 
 
 def _asks_for_factory(hint: Any) -> bool:
@@ -209,13 +209,13 @@ def target_of(node: Mapping[str, Any], *, key: str) -> Any:
         raise ConfigError(
             f"{key}.{TARGET}={target!r} is no import path", fix="write package.module.Name"
         )
-    return _imported(target, key)
+    return _import_target(target, key)
 
 
-def _imported(target: str, key: str) -> Any:
+def _import_target(target: str, key: str) -> Any:
     option = f"{key}.{TARGET}"
     try:
-        found = imported(target, option=option)
+        found = import_object(target, option=option)
     except TorshError:
         raise
     except Exception as error:  # whatever the module does while it is imported
@@ -232,28 +232,28 @@ def _imported(target: str, key: str) -> Any:
     return found
 
 
-def _planned(value: Any, key: str) -> Any:
+def _plan_nodes(value: Any, key: str) -> Any:
     """``value`` with every node in it, however deep, replaced by its plan."""
     if isinstance(value, Mapping):
         if TARGET in value:
             return None if value[TARGET] is None else plan(value, key=key)
-        return {name: _planned(item, f"{key}.{name}") for name, item in value.items()}
+        return {name: _plan_nodes(item, f"{key}.{name}") for name, item in value.items()}
     if isinstance(value, list):
-        return [_planned(item, f"{key}[{i}]") for i, item in enumerate(value)]
+        return [_plan_nodes(item, f"{key}[{i}]") for i, item in enumerate(value)]
     return value
 
 
-def _nested(kind: type, value: Mapping[str, Any], key: str) -> Plan:
+def _plan_nested(kind: type, value: Mapping[str, Any], key: str) -> ObjectPlan:
     return plan_call(kind, value, key=key)
 
 
-def _built(value: Any) -> Any:
+def _build_all(value: Any) -> Any:
     if isinstance(value, Buildable):
         return value.build()
     if type(value) is dict:
-        return {name: _built(item) for name, item in value.items()}
+        return {name: _build_all(item) for name, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(_built(item) for item in value)
+        return type(value)(_build_all(item) for item in value)
     return value
 
 

@@ -10,19 +10,21 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.assemble import import_from, launched, own_loop
+from torsh_trainer.assemble import import_from, launch, own_loop
 from torsh_trainer.assemble.plan import plan
 from torsh_trainer.assemble.verifying import (
     InWords,
-    WatchedOrder,
+    WatchedRequest,
     batch_of,
     check_alone,
     home_of,
-    settled,
-    watched,
+    pin_precision,
+    run_watched,
+    settle_config,
 )
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.translate.engines import Asked, Work, work_of
+from torsh_trainer.translate.base import TranslationRequest, Translator
+from torsh_trainer.translate.engines import EngineSource, work_of
 from torsh_trainer.translate.plan import EXIT_REFUSED
 from torsh_trainer.translate.plan import Plan as Translation
 from torsh_trainer.verify import page, proof, running, written
@@ -32,8 +34,6 @@ from torsh_trainer.verify.running import Config, Verdict, on_rung
 Compose = Callable[[Mapping[str, str], Mapping[str, Any]], Config]
 """The resolved configuration with these options of groups and these values in it."""
 
-_PLUGINS = {"deepspeed": "DeepSpeed", "horovod": "Horovod"}
-"""Engine -> its name; its plugin is torsh_trainer_ENGINE, with the strategy original.Original."""
 _RANKS = 2
 """Processes of a trial where nothing says how many."""
 _SUBJECT = {"_target_": "torsh_trainer.verify.subject.Subject"}
@@ -46,7 +46,7 @@ _EXACT_RANKS = 2
 
 def prove(
     source: Path,
-    asked: Asked,
+    asked: TranslationRequest,
     compose: Compose,
     *,
     recipe: str | None,
@@ -64,13 +64,11 @@ def prove(
         TorshError: the original could not be trained.
     """
     work = work_of(source, asked)
-    _check_installed(work.engine)
-    on_two = replace(asked, world_size=asked.world_size or _RANKS)
-    if work.engine == "deepspeed":  # a file of Accelerate's may name more than there is room for
-        work = work_of(source, on_two)
+    _check_installed(work.translator)
+    work = replace(work, asked=work.translator.adapt_to_trial(asked, processes=_RANKS))
     translation = work.translate()
     if translation.world_size is None:
-        work = work_of(source, on_two)
+        work = replace(work, asked=replace(asked, world_size=_RANKS))
         translation = work.translate()
     refused = [f"{f.key}: {f.why}" for f in translation.findings if f.verdict == "refused"]
     if refused:
@@ -84,7 +82,7 @@ def prove(
     def run(config: Config, run_dir: Path, rung: str) -> None:
         laid = on_rung(config, rung, trial.options)
         try:
-            order = WatchedOrder(laid, run_dir, (), tuple(import_paths))
+            order = WatchedRequest(laid, run_dir, (), tuple(import_paths))
             _apart(order, env, trial.ranks)
         except Exception as error:  # its failure is a row of the table
             raise in_words(error) from error
@@ -94,7 +92,7 @@ def prove(
         options=trial.options,
         batch=trial.batch,
         precision={},
-        outcomes=running.verify(trial.options, trial.planned, home, run=run),
+        outcomes=running.verify(trial.options, trial.plan_run, home, run=run),
     )
     told = proof.Trial(translation, verdict)
     print(proof.text_of(told))
@@ -104,23 +102,25 @@ def prove(
     return verdict.exit_code
 
 
-def _check_installed(engine: str) -> None:
-    """Raises ResourceError where the engine's plugin is not installed."""
-    if find_spec(f"torsh_trainer_{engine}") is None:
+def _check_installed(translator: Translator) -> None:
+    """Raises ResourceError where what trains under the engine itself is not installed."""
+    package = translator.original.partition(".")[0]
+    if package and find_spec(package) is None:
+        distribution = package.replace("_", "-")
         raise ResourceError(
-            f"verify --source trains the original under {_PLUGINS[engine]}, and its plugin "
-            f"torsh-trainer-{engine} is not installed",
-            fix=f"pip install torsh-trainer-{engine}",
+            f"verify --source trains the original under {translator.engine}, and its plugin "
+            f"{distribution} is not installed",
+            fix=f"pip install {distribution}",
         )
 
 
-def _apart(order: WatchedOrder, env: Mapping[str, str], ranks: int) -> None:
+def _apart(order: WatchedRequest, env: Mapping[str, str], ranks: int) -> None:
     """Runs in processes of its own: an engine may keep its group while the process lives."""
     if ranks > 1:
-        launched(watched, order, env)
+        launch(run_watched, order, env)
         return
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-        alone.submit(launched, watched, order, dict(env)).result()
+        alone.submit(launch, run_watched, order, dict(env)).result()
 
 
 class _Trial:
@@ -128,18 +128,16 @@ class _Trial:
 
     def __init__(
         self,
-        work: Work,
+        work: EngineSource,
         translation: Translation,
         compose: Compose,
         *,
         builtin: bool,
     ) -> None:
         self.ranks = translation.world_size or 1
-        self._engine = work.engine
+        self._original = work.translator.original
         self._content = {
-            name: value
-            for name, value in work.original().items()
-            if name not in proof.BLOCKS_BESIDE
+            name: value for name, value in work.content().items() if name not in proof.BLOCKS_BESIDE
         }
         choices, values = proof.overrides_of(translation)
         if builtin:
@@ -184,19 +182,23 @@ class _Trial:
             task["samples"] = _STEPS_PER_EPOCH * batch["batch_size"]
         return {**config, "task": task, "model": None, "data": {**batch, "drop_last": True}}
 
-    def planned(self, entry: Entry) -> tuple[Config, int]:
+    def plan_run(self, entry: Entry) -> tuple[Config, int]:
         """The configuration of one of the two, and on how many processes it is trained."""
-        config = settled(self._native, self.options, self.batch, self.ranks)
+        config = settle_config(self._native, self.options, self.batch, self.ranks)
         if entry.strategy == proof.TRANSLATION:
             return config, self.ranks
         trainer = {**config["trainer"], "on_nonfinite": "continue", "phantom_lr": None}
         trainer |= {"max_grad_norm": None, "max_grad_value": None, "ema_decay": None}
-        module = f"torsh_trainer_{self._engine}.original"
-        strategy = {"_target_": f"{module}.Original", "config": self._content, "sgd_lr": None}
+        strategy = {
+            "_target_": f"{self._original}.Original",
+            "config": self._content,
+            "sgd_lr": None,
+        }
         # A script that steps its scheduler after its loop has to be told that this has ended.
         by_epoch = self._content.get("interval") == "epoch"
-        schedule = {"_target_": f"{module}.Epochs"} if by_epoch else None
-        bare = {"strategy": strategy, "precision": None, "compression": None, "schedule": schedule}
+        schedule = {"_target_": f"{self._original}.Epochs"} if by_epoch else None
+        bare = {"strategy": strategy, "compression": None, "schedule": schedule}
+        bare["precision"] = pin_precision({})
         return {**config, **bare, "trainer": trainer}, self.ranks
 
 

@@ -54,7 +54,7 @@ def as_it_is(kind: type, value: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def fitted(
+def fit_value(
     value: Any, wanted: Any, *, key: str, default: Any = None, nested: Nested = as_it_is
 ) -> Any:
     """``value`` as ``wanted`` (an annotation) asks for it: 3.0 becomes 3, a list a tuple.
@@ -70,7 +70,7 @@ def fitted(
     except _Unfit:
         fix = _advice(value, wanted, key, default)
         raise ConfigError(
-            f"{key}: expected {words(wanted)}, got {shown(value)}", fix=fix, key=key
+            f"{key}: expected {words(wanted)}, got {as_yaml(value)}", fix=fix, key=key
         ) from None
 
 
@@ -83,7 +83,7 @@ def check_finite(value: Any, *, key: str, default: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         if isinstance(default, float) and not math.isfinite(default):
             return
-        fix = "give a number" if default in _NOTHING else f"the default is {shown(default)}"
+        fix = "give a number" if default in _NOTHING else f"the default is {as_yaml(default)}"
         raise ConfigError(f"{key}={value} is not a finite number", fix=fix, key=key)
     if isinstance(value, list | tuple):
         for i, item in enumerate(value):
@@ -113,7 +113,7 @@ def words(wanted: Any) -> str:
     return _WORDS.get(wanted, getattr(wanted, "__name__", str(wanted)))
 
 
-def shown(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """``value`` as YAML would have it."""
     try:
         return json.dumps(value) if not isinstance(value, str) else repr(value)
@@ -186,7 +186,7 @@ def _fit_list(value: Any, kind: Any, arguments: tuple[Any, ...], key: str, neste
     else:
         parts = [arguments[0] if arguments else Any] * len(value)
     items = [
-        fitted(item, part, key=f"{key}[{i}]", nested=nested)
+        fit_value(item, part, key=f"{key}[{i}]", nested=nested)
         for i, (item, part) in enumerate(zip(value, parts, strict=True))
     ]
     return _LISTS[kind](items)
@@ -197,7 +197,8 @@ def _fit_mapping(value: Any, arguments: tuple[Any, ...], key: str, nested: Neste
         return _only(value, not _is_plain(value))
     part = arguments[1] if len(arguments) == 2 else Any
     return {
-        name: fitted(item, part, key=f"{key}.{name}", nested=nested) for name, item in value.items()
+        name: fit_value(item, part, key=f"{key}.{name}", nested=nested)
+        for name, item in value.items()
     }
 
 
@@ -234,15 +235,15 @@ def _advice(value: Any, wanted: Any, key: str, default: Any) -> str:
         return f"write {key}=[...]"
     if default is inspect.Parameter.empty:
         return f"write {key}=VALUE"
-    return f"the default is {shown(default)}"
+    return f"the default is {as_yaml(default)}"
 
 
-def filled(value: Any, marks: Mapping[str, Any]) -> Any:
+def fill_marks(value: Any, marks: Mapping[str, Any]) -> Any:
     """``value`` with what each mark stands for, alone or within a longer text."""
     if isinstance(value, Mapping):
-        return {key: filled(each, marks) for key, each in value.items()}
+        return {key: fill_marks(each, marks) for key, each in value.items()}
     if isinstance(value, list):
-        return [filled(each, marks) for each in value]
+        return [fill_marks(each, marks) for each in value]
     if not isinstance(value, str) or "\0" not in value:
         return value
     if value in marks:

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torsh_trainer import environments, registry
+from torsh_trainer import environments
 from torsh_trainer.assemble import (
-    Order,
+    RunRequest,
     import_from,
-    launched,
+    launch,
     own_loop,
-    planned_data,
-    trainer_of,
+    plan_data,
+    plan_run,
 )
 from torsh_trainer.assemble.plan import plan
-from torsh_trainer.course import Likened
 from torsh_trainer.data.arithmetic import batch_numbers
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.importing import load_for_good
 from torsh_trainer.launchers.hardware import accelerators
 from torsh_trainer.rundir import fresh_name
+from torsh_trainer.training.program import ComparisonMode, ProgramTask
+from torsh_trainer.utils import registry
+from torsh_trainer.utils.importing import load_for_good
 from torsh_trainer.verify import page, running, table, written
 from torsh_trainer.verify.options import Entry, VerifyOptions
-from torsh_trainer.verify.running import Config, Outcome, Verdict, on_rung
+from torsh_trainer.verify.running import Config, RungOutcome, Verdict, on_rung
 from torsh_trainer.verify.table import processes_words
-from torsh_trainer.world import World
-
-if TYPE_CHECKING:  # torch loads where a run is watched
-    from torsh_trainer.task import Task
 
 Compose = Callable[[str, Mapping[str, Any]], Config]
 """The resolved configuration under a strategy and its knobs."""
@@ -48,7 +49,7 @@ def verify(
     env: Mapping[str, str],
     import_paths: Sequence[str],
     in_words: InWords,
-    launch: Launch = launched,
+    launch: Launch = launch,
 ) -> int:
     """Trains and compares what ``node``, the group ``verify``, names; returns the exit code.
 
@@ -63,6 +64,7 @@ def verify(
     import_from(import_paths)
     composed = {entry.label: compose(entry.strategy, entry.knobs) for entry in options.entries}
     sizes = {label: processes_of(config, env) for label, config in composed.items()}
+    composed = where_all_fit(composed, max(sizes.values()), env)
     reference = composed[options.reference.label]
     most = max(sizes.values())
     own = own_loop(reference)
@@ -72,29 +74,29 @@ def verify(
     home = home_of(options)
 
     def run(config: Config, run_dir: Path, rung: str) -> None:
-        likened = None
+        comparison = None
         if own is not None:
-            likened = Likened(most, options.sgd_lr if rung == "sgd" else None)
+            comparison = ComparisonMode(most, options.sgd_lr if rung == "sgd" else None)
         laid = on_rung(config, rung, options, own_optimizer=own is not None)
-        order = WatchedOrder(laid, run_dir, (), tuple(import_paths), likened=likened)
+        order = WatchedRequest(laid, run_dir, (), tuple(import_paths), comparison=comparison)
         try:
-            launch(watched, order, env)
+            launch(run_watched, order, env)
         except Exception as error:  # one strategy's failure is a row among others
             raise in_words(error) from error
 
-    def planned(entry: Entry) -> tuple[Config, int]:
+    def plan_entry(entry: Entry) -> tuple[Config, int]:
         size = sizes[entry.label]
         shares = None
         if own is not None:
             shares = most // size if own.own_order else 1
-        return settled(composed[entry.label], options, batch, size, shares=shares), size
+        return settle_config(composed[entry.label], options, batch, size, shares=shares), size
 
-    outcomes = running.verify(options, planned, home, run=run)
+    outcomes = running.verify(options, plan_entry, home, run=run)
     verdict = Verdict(
         recipe=recipe,
         options=options,
         batch=batch or batch_seen(outcomes),
-        precision=reference.get("precision") or {},
+        precision=pin_precision(reference.get("precision") or {}),
         outcomes=outcomes,
         order="" if own is None else _order_words(own, sizes, most),
     )
@@ -120,29 +122,48 @@ def check_alone(env: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class WatchedOrder(Order):
-    """An order whose run a witness writes down; ``likened`` is for a task with its own loop."""
+class WatchedRequest(RunRequest):
+    """An order whose run a witness writes down; ``comparison`` is for a task with its own loop."""
 
-    likened: Likened | None = None
+    comparison: ComparisonMode | None = None
 
 
-def watched(world: World, order: WatchedOrder) -> dict[str, Any]:
+def run_watched(world: World, order: WatchedRequest) -> dict[str, Any]:
     """One process of a run that a witness writes down, step by step."""
     # torch loads here, in the processes that train; the first optimizer imports torch._dynamo.
-    load_for_good("torsh_trainer.trainer", "torch._dynamo")
-    from torsh_trainer.trainer import run_in
-    from torsh_trainer.verify.witness import Watched, Witness
+    load_for_good("torsh_trainer.training.trainer", "torch._dynamo")
+    from torsh_trainer.training.trainer import run_in
+    from torsh_trainer.verify.witness import WatchedStrategy, Witness
 
     import_from(order.import_paths)
-    trainer, witness = trainer_of(order), Witness()
-    if order.likened is not None:
-        trainer = replace(trainer, task=trainer.task.likened(order.likened))
-    strategy = trainer.strategy
+    spec, witness = plan_run(order), Witness()
+    if order.comparison is not None and isinstance(spec.task, ProgramTask):
+        spec = replace(spec, task=spec.task.compare_as(order.comparison))
+    strategy = spec.strategy
     if isinstance(strategy, str):
         strategy = registry.strategy_class(strategy)()
-    callbacks = [*trainer.callbacks, witness]
-    trainer = replace(trainer, strategy=Watched(strategy, witness), callbacks=callbacks)
-    return dict(run_in(world, trainer).content)
+    callbacks = [*spec.callbacks, witness]
+    spec = replace(spec, strategy=WatchedStrategy(strategy, witness), callbacks=callbacks)
+    with _deterministic_where_it_can_be():
+        return dict(run_in(world, spec).content)
+
+
+@contextlib.contextmanager
+def _deterministic_where_it_can_be() -> Iterator[None]:
+    """torch's deterministic algorithms; for an operation that has none it warns, and runs on."""
+    import torch
+
+    # cuBLAS reads this when its handle is made, so it has to be in the environment itself.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def processes_of(config: Config, env: Mapping[str, str]) -> int:
@@ -167,6 +188,38 @@ def processes_of(config: Config, env: Mapping[str, str]) -> int:
     return 1 if fits(1) and not fits(most) else most
 
 
+def where_all_fit(
+    composed: Mapping[str, Config], most: int, env: Mapping[str, str]
+) -> dict[str, Config]:
+    """The configurations, by label, each on a device that has room for ``most`` processes.
+
+    Where this host has GPUs, but fewer, all are trained on the CPU, the reference too: a comparison
+    of engines is one on the same device. It is said.
+
+    Raises:
+        ConfigError: ``trainer.device=cuda`` insists on the GPUs.
+    """
+    devices = {
+        label: (c.get("trainer") or {}).get("device", "auto") for label, c in composed.items()
+    }
+    if all(device == "cpu" for device in devices.values()):
+        return dict(composed)
+    found = accelerators(env)
+    if not 0 < found < most:
+        return dict(composed)
+    few = f"{found} GPU{'s' if found > 1 else ''} for {processes_words(most)}"
+    if "cuda" in devices.values():
+        raise ConfigError(
+            f"trainer.device=cuda, and this host has {few}",
+            fix=f"leave it out, which verifies on the CPU, or set launcher.num_processes={found}",
+        )
+    print(f"verify: {few}, so all strategies are trained on the CPU", file=sys.stderr, flush=True)
+    return {
+        label: {**config, "trainer": {**(config.get("trainer") or {}), "device": "cpu"}}
+        for label, config in composed.items()
+    }
+
+
 def batch_of(config: Config, *, ranks: int) -> dict[str, int]:
     """The batch of every run: ``batch_size``, and the ``micro_batch_size`` of ``ranks`` processes.
 
@@ -176,7 +229,7 @@ def batch_of(config: Config, *, ranks: int) -> dict[str, int]:
     Raises:
         ConfigError: the batch does not divide.
     """
-    loading = planned_data(config)[1].build()
+    loading = plan_data(config)[1].build()
     accumulate = (config.get("trainer") or {}).get("accumulate")
     batch, micro, _ = batch_numbers(loading, accumulate=accumulate, dp_size=ranks)
     return {"batch_size": batch, "micro_batch_size": micro}
@@ -197,7 +250,7 @@ def check_shares(sizes: Mapping[str, int], most: int) -> None:
             )
 
 
-def batch_seen(outcomes: Sequence[Outcome]) -> dict[str, int]:
+def batch_seen(outcomes: Sequence[RungOutcome]) -> dict[str, int]:
     """The batch of runs that say it themselves, as the reference saw it in its first step."""
     reference = next(one for one in outcomes if one.status == "reference")
     size = int(reference.rows[1]["samples"])
@@ -205,7 +258,7 @@ def batch_seen(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {"batch_size": size, "micro_batch_size": size // cut}
 
 
-def _order_words(own: Task, sizes: Mapping[str, int], most: int) -> str:
+def _order_words(own: ProgramTask, sizes: Mapping[str, int], most: int) -> str:
     if not own.own_order:
         return "samples in the task's own order, which is the same on any number of processes"
     words = f"samples in the task's own order, which is that of {processes_words(most)}"
@@ -215,7 +268,7 @@ def _order_words(own: Task, sizes: Mapping[str, int], most: int) -> str:
     return f"{words}; {' or '.join(map(str, fewer))} took the batches of all of them in turn"
 
 
-def settled(
+def settle_config(
     config: Config,
     options: VerifyOptions,
     batch: Mapping[str, int],
@@ -228,7 +281,8 @@ def settled(
     ``shares`` is for a task with a loop of its own, which says its batch itself: of how many
     processes each takes the batches, one after another, within a step.
     """
-    accumulate = (config.get("trainer") or {}).get("accumulate")
+    knobs = config.get("trainer") or {}
+    accumulate = knobs.get("accumulate")
     logger = config.get("logger") or {}
     checkpoint = {"every_steps": None, "every_epochs": None, "at_end": False, "resume": "never"}
     launcher = dict(config.get("launcher") or {})
@@ -237,7 +291,7 @@ def settled(
     return {
         **config,
         "trainer": {
-            **(config.get("trainer") or {}),
+            **knobs,
             "stages": ["fit"],
             "max_steps": options.steps,
             "max_epochs": None,
@@ -247,13 +301,23 @@ def settled(
             "eval_every": None,
             "eval_every_epochs": None,
             "fast_dev_run": False,
+            "cudnn_benchmark": False,
+            "compile": False if knobs.get("compile", "auto") == "auto" else knobs["compile"],
         },
+        "precision": pin_precision(config.get("precision") or {}),
         "data": {**(config.get("data") or {}), **batch},
         "launcher": launcher or None,
         "checkpoint": {**(config.get("checkpoint") or {}), **checkpoint},
         "callbacks": {},
         "logger": {name: node for name, node in logger.items() if name == "jsonl"},
     }
+
+
+def pin_precision(precision: Mapping[str, Any]) -> dict[str, Any]:
+    """The group ``precision`` without what may be another on other devices: auto is fp32."""
+    node = {"_target_": "torsh_trainer.optim.precision.Precision", **precision}
+    node["matmul"] = node.get("matmul") or "highest"
+    return {**node, "compute": "fp32"} if node.get("compute") == "auto" else node
 
 
 def home_of(options: VerifyOptions) -> Path:

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 from torsh_trainer import __version__, environments
 from torsh_trainer.bench.running import measure
 from torsh_trainer.bench.tables import pages
-from torsh_trainer.comm.bench import COLLECTIVES, DTYPES, Plan, sizes_between
+from torsh_trainer.distributed.bench import COLLECTIVES, DTYPES, BenchPlan, sizes_between
 from torsh_trainer.errors import ConfigError, ResourceError, TrainingError, nearest
-from torsh_trainer.files import strict_json
 from torsh_trainer.launchers.base import LaunchContext
+from torsh_trainer.utils.files import strict_json
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _SIZE = re.compile(r"(\d+)\s*([kmg]?)(i?b)?", re.IGNORECASE)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     context = LaunchContext(env=dict(os.environ), found=environments.detect(os.environ))
     answer = measure(
         plan,
-        backends=_listed(options.backends, None),
+        backends=_parse_names(options.backends, None),
         processes=_count(options.processes, "--processes"),
         timeout_s=options.timeout,
         context=context,
@@ -94,7 +94,7 @@ class Outputs:
             )
 
     def write(
-        self, records: Sequence[dict[str, Any]], left_out: dict[str, str], plan: Plan
+        self, records: Sequence[dict[str, Any]], left_out: dict[str, str], plan: BenchPlan
     ) -> None:
         """Writes what was asked for, and says where.
 
@@ -118,7 +118,7 @@ class Outputs:
 
 
 def _document(
-    records: Sequence[dict[str, Any]], left_out: dict[str, str], plan: Plan
+    records: Sequence[dict[str, Any]], left_out: dict[str, str], plan: BenchPlan
 ) -> dict[str, Any]:
     return {
         "torsh_trainer": __version__,
@@ -136,7 +136,7 @@ def _document(
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def _plan(options: argparse.Namespace) -> Plan:
+def _plan(options: argparse.Namespace) -> BenchPlan:
     least, most = _size(options.min, "--min"), _size(options.max, "--max")
     if least > most:
         raise ConfigError(
@@ -157,8 +157,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ConfigError(f"--warmup {options.warmup} is below 0", fix="give 0 or more")
     iterations = _count(options.iterations, "--iterations")
     assert iterations is not None
-    return Plan(
-        collectives=_listed(options.collectives, COLLECTIVES, option="--collectives"),
+    return BenchPlan(
+        collectives=_parse_names(options.collectives, COLLECTIVES, option="--collectives"),
         sizes=sizes_between(least, most, factor),
         dtype=options.dtype,
         iterations=iterations,
@@ -168,7 +168,7 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
-def _listed(
+def _parse_names(
     text: str | None, known: Sequence[str] | None, *, option: str = "--backends"
 ) -> tuple[str, ...]:
     """The names of a list with commas; all of ``known`` without one."""

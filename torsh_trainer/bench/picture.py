@@ -9,7 +9,7 @@ from typing import Any
 
 from torsh_trainer.bench.running import by_backend
 from torsh_trainer.bench.tables import size_words
-from torsh_trainer.comm.bench import FLAT
+from torsh_trainer.distributed.bench import FLAT
 from torsh_trainer.report.charts import PALETTE
 
 _ACROSS = 2

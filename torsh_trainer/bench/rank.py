@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from torsh_trainer import registry
 from torsh_trainer.comm.base import CommOptions
-from torsh_trainer.comm.bench import Plan
-from torsh_trainer.comm.groups import ProcessGroup, destroy_process_group
-from torsh_trainer.comm.measuring import sweep
 from torsh_trainer.comm.start import create
+from torsh_trainer.distributed.bench import BenchPlan
+from torsh_trainer.distributed.measuring import sweep
+from torsh_trainer.distributed.process_group import ProcessGroup, destroy_process_group
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError
-from torsh_trainer.world import World
+from torsh_trainer.utils import registry
 
 
-def measured(
-    world: World, plan: Plan, backends: Sequence[str], *, named: bool, timeout_s: float
+def measure_backends(
+    world: World, plan: BenchPlan, backends: Sequence[str], *, named: bool, timeout_s: float
 ) -> dict[str, Any] | None:
     """The records of every backend, on the first process; None elsewhere.
 
@@ -46,7 +46,7 @@ def measured(
         group = ProcessGroup(comm.process_group, timeout_s=timeout_s, device=comm.device)
         records += sweep(group, plan)
         destroy_process_group(group)
-    return {"records": records, "left_out": left_out} if world.is_main else None
+    return {"records": records, "left_out": left_out} if world.is_rank_zero else None
 
 
 def _of_option(name: str, error: TorshError) -> TorshError:
@@ -62,4 +62,4 @@ def _of_option(name: str, error: TorshError) -> TorshError:
 
 def _not_installed(name: str) -> str | None:
     """The distribution of ours that brings the backend ``name``, where it is not installed."""
-    return None if name in registry.backends() else registry.DISTRIBUTIONS.get(("comm", name))
+    return None if name in registry.BACKENDS else registry.DISTRIBUTIONS.get(("comm", name))

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torsh_trainer import registry
-from torsh_trainer.comm.bench import Plan
+from torsh_trainer.distributed.bench import BenchPlan
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.launchers import hardware
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.local import Local
-from torsh_trainer.world import World
+from torsh_trainer.utils import registry
 
 _KNOWN = ("nccl", "gloo", "mpi")
 
@@ -27,7 +27,7 @@ class Answer:
 
 
 def measure(
-    plan: Plan,
+    plan: BenchPlan,
     *,
     backends: Sequence[str],
     processes: int | None,
@@ -61,7 +61,7 @@ def measure(
                 on_rank, plan, names, bool(backends), timeout_s, context=context
             )
         except TorshError as error:
-            if backends or names[0] not in registry.backends():
+            if backends or names[0] not in registry.BACKENDS:
                 raise
             answer.left_out[names[0]] = str(error)  # nobody named it: the others are still told
             continue
@@ -73,20 +73,20 @@ def measure(
 
 
 def on_rank(
-    world: World, plan: Plan, backends: Sequence[str], named: bool, timeout_s: float
+    world: World, plan: BenchPlan, backends: Sequence[str], named: bool, timeout_s: float
 ) -> dict[str, Any] | None:
     """What every process runs; the first one's answer counts."""
     # Imported in the processes that measure: the parent has no use for torch.
-    from torsh_trainer.bench.rank import measured
+    from torsh_trainer.bench.rank import measure_backends
 
-    return measured(world, plan, backends, named=named, timeout_s=timeout_s)
+    return measure_backends(world, plan, backends, named=named, timeout_s=timeout_s)
 
 
 def _launches(
     backends: Sequence[str], count: int, *, started: bool
 ) -> list[tuple[Launcher, tuple[str, ...]]]:
     """Launchers, and the backends that each of them serves."""
-    brought = registry.backends()
+    brought = registry.BACKENDS.names()
     names = tuple(backends) or tuple(dict.fromkeys([*_KNOWN, *brought]))
     if started:
         return [(Local(), names)]
@@ -95,8 +95,8 @@ def _launches(
     return [(Local(num_processes=count), each) for each in [together, *alone] if each]
 
 
-def _announce(names: Sequence[str], plan: Plan, context: LaunchContext) -> None:
-    if context.found is None or context.found.is_main:
+def _announce(names: Sequence[str], plan: BenchPlan, context: LaunchContext) -> None:
+    if context.found is None or context.found.is_rank_zero:
         print(
             f"measuring {', '.join(names)}: {len(plan.collectives)} collectives, "
             f"{len(plan.sizes)} sizes",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torsh_trainer.bench.running import by_backend
-from torsh_trainer.comm.bench import FLAT, Plan
+from torsh_trainer.distributed.bench import FLAT, BenchPlan
 
 _SIDE_BY_SIDE = 3
 """Backends that fit beside one another into 100 columns."""
@@ -16,7 +16,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 Records = Sequence[Mapping[str, Any]]
 
 
-def pages(records: Records, left_out: Mapping[str, str], plan: Plan) -> Iterator[str]:
+def pages(records: Records, left_out: Mapping[str, str], plan: BenchPlan) -> Iterator[str]:
     """A table for every collective, then what the columns mean and who is missing."""
     blocks: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for record in records:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,12 @@ class RunInfo:
     resolved configuration (plain dicts) or what the library was given. ``max_steps`` None means
     that epochs or time bound the run; ``steps_per_epoch`` None that the data has no length.
     ``first_step`` is how many steps were done before this run (0 unless it resumes).
+    ``numerics`` says in words what decides beside ``precision`` how numbers are rounded.
     ``total_steps`` is the step at which the run will end, however it is bounded (None: unknown),
     and ``max_time_s`` the time that it may take: what a progress bar counts towards. ``trains``
-    False only evaluates or predicts. ``normalised`` is how many samples a BatchNorm of the model
-    normalises together, 0 without one.
+    False only evaluates or predicts. ``notes`` are lines of the summary that the task gives, by
+    their word. ``normalised`` is how many samples a BatchNorm of the model normalises together, 0
+    without one. ``loader_processes`` are those of each training process.
     """
 
     run_dir: Path | None
@@ -53,6 +55,9 @@ class RunInfo:
     max_time_s: float | None = None
     trains: bool = True
     normalised: int = 0
+    numerics: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    loader_processes: int = 0
 
 
 class StepReport:
@@ -101,7 +106,7 @@ class Callback:
     """Hooks of a run; every method does nothing unless overridden. Called on every rank.
 
     A callback that writes files or speaks to the user returns early unless
-    ``info.world.is_main`` (see ``MainOnly``). ``on_step`` runs each step: it must be cheap.
+    ``info.world.is_rank_zero`` (see ``RankZeroOnly``). ``on_step`` runs each step; keep it cheap.
     ``load_state_dict``, when there is a checkpoint, comes before ``on_start``.
     """
 
@@ -141,7 +146,7 @@ class Callback:
         """Takes back what ``state_dict`` gave."""
 
 
-class MainOnly(Callback):
+class RankZeroOnly(Callback):
     """A callback that lives on rank 0 alone; the loop leaves it out on every other rank."""
 
 
@@ -161,7 +166,7 @@ def asks_to_stop(callback: Callback, hook: str, answer: Any) -> bool:
     )
 
 
-def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+def name_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
     """Callbacks under the names of their classes, numbered from the second of a class on."""
     count: Counter[str] = Counter()
     named = []
@@ -174,12 +179,12 @@ def named_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, Any]:
     """The states of those callbacks that have one, for a checkpoint."""
-    states = {name: callback.state_dict() for name, callback in named_callbacks(callbacks)}
+    states = {name: callback.state_dict() for name, callback in name_callbacks(callbacks)}
     return {name: state for name, state in states.items() if state}
 
 
 def load_states(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> None:
     """Gives callbacks back what ``states_of`` gave; one without a state keeps its own."""
-    for name, callback in named_callbacks(callbacks):
+    for name, callback in name_callbacks(callbacks):
         if states.get(name):
             callback.load_state_dict(states[name])

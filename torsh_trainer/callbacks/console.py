@@ -19,7 +19,7 @@ from rich.text import Text
 from torsh_trainer import __version__
 from torsh_trainer.callbacks.base import (
     EvaluationReport,
-    MainOnly,
+    RankZeroOnly,
     RunInfo,
     SaveReport,
     StepReport,
@@ -39,7 +39,7 @@ _WORDS = 15
 _LONG_STRIDE = 64
 
 
-class Console(MainOnly):
+class Console(RankZeroOnly):
     """Shows a run's progress to the person who started it; on rank 0.
 
     ``style`` bar is a progress bar, redrawn at most ``refresh_per_second`` times a second (and for
@@ -161,7 +161,10 @@ class _Shown(_Display):
         rates = self._throughput.complete(metrics)
         if self._throughput.name not in rates:
             return ""
-        speed = f"{number(_rounded(rates[self._throughput.name]))} {self._throughput.unit}/s"
+        speed = f"{number(_round_rate(rates[self._throughput.name]))} {self._throughput.unit}/s"
+        if "tflops_per_device" in rates:
+            each = " a device" if self._throughput.devices > 1 else ""
+            speed += f"  {number(rates['tflops_per_device'])} TFLOP/s{each}"
         return f"{speed}  mfu {rates['mfu']:.1%}" if "mfu" in rates else speed
 
     def _numbers(self, metrics: Mapping[str, float]) -> str:
@@ -189,7 +192,7 @@ class _Lines(_Shown):
         assert report.metrics is not None
         self._clock.see(report.step)
         total = f"/{self._clock.total:,}" if self._clock.total else ""
-        left = self._clock.left()
+        left = self._clock.time_left()
         self._say(
             f"step {report.step:,}{total}  epoch {report.epoch}  "
             f"{self._numbers(report.metrics)}{f'  {left} left' if left else ''}"
@@ -268,7 +271,7 @@ class _Bar(_Shown):
         self._logs.restore()
 
     def _render(self) -> Group:
-        total, left = self._clock.total, self._clock.left()
+        total, left = self._clock.total, self._clock.time_left()
         steps = f"{self._step:,}" + (f"/{total:,}" if total else "")
         share = self._clock.share(self._step)
         bar = ProgressBar(
@@ -326,7 +329,7 @@ class _Clock:
         if self._first is None:
             self._first = self._last
 
-    def left(self) -> str:
+    def time_left(self) -> str:
         """Time left, in words; empty while nobody can tell."""
         bounds_s = []
         if self._max_time_s is not None:
@@ -380,7 +383,7 @@ def _conclusion(
         rows.append(("wall time", duration(result["wall_s"])))
     if result.get("samples_per_s"):
         rate = throughput.complete({"samples_per_s": result["samples_per_s"]})[throughput.name]
-        rows.append(("throughput", f"{number(_rounded(rate))} {throughput.unit}/s"))
+        rows.append(("throughput", f"{number(_round_rate(rate))} {throughput.unit}/s"))
     if result.get("peak_memory_bytes"):
         rows.append(("peak memory", f"{size(result['peak_memory_bytes'])} per process"))
     if result.get("changing_buffers"):
@@ -393,5 +396,5 @@ def _conclusion(
     return rows
 
 
-def _rounded(rate: float) -> float:
+def _round_rate(rate: float) -> float:
     return round(rate) if rate >= 100 else rate

@@ -10,7 +10,7 @@ from pathlib import Path
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import IsKept, Logger, Row, Sink
 from torsh_trainer.callbacks.places import in_run_directory
-from torsh_trainer.files import disk_error, set_aside, write_file
+from torsh_trainer.utils.files import disk_error, set_aside, write_file
 
 
 class Csv(Logger):

@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
         return self._sign * self._best
 
     def on_start(self, info: RunInfo) -> bool | None:
-        self._speaks = info.world.is_main
+        self._speaks = info.world.is_rank_zero
         return info.first_step > 0 and self._has_enough(info.first_step)
 
     def on_step(self, report: StepReport) -> bool | None:

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 
 from torsh_trainer.callbacks.base import RunInfo
-from torsh_trainer.foreign import escaped
-from torsh_trainer.masking import masked_url
+from torsh_trainer.utils.foreign import escape_controls
+from torsh_trainer.utils.masking import mask_url
 
 
 def number(value: object) -> str:
@@ -46,8 +46,10 @@ def size(count: float) -> str:
 
 def nearby(path: str | Path) -> str:
     """``path`` as seen from the current directory, where it lies below it."""
-    path, url = Path(path), masked_url(str(path))
-    return escaped(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else url))
+    path, url = Path(path), mask_url(str(path))
+    return escape_controls(
+        str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else url)
+    )
 
 
 def batch_arithmetic(info: RunInfo) -> str:
@@ -74,14 +76,18 @@ def banner(info: RunInfo) -> list[tuple[str, str]]:
     lines = [
         ("strategy", f"{info.strategy}, {processes}{nodes}{backend}"),
         ("device", f"{info.device}, {threads} per process"),
-        ("precision", info.precision),
+        ("precision", "; ".join(filter(None, (info.precision, info.numerics)))),
         ("batch", batch_arithmetic(info)),
         *([("length", _length(info))] if info.trains else []),
         ("model", _parameters(info)),
+        *info.notes.items(),
     ]
     if info.trains and 0 < info.normalised < info.batch_size:
         told = f"normalises {info.normalised} samples at a time, not all {info.batch_size}"
         lines.insert(4, ("batch norm", told))
+    if info.loader_processes:
+        word = "process" if info.loader_processes == 1 else "processes"
+        lines.append(("loading", f"{info.loader_processes} loader {word} for each process"))
     if info.first_step:
         lines.append(("resumed", f"after step {info.first_step:,}"))
     if info.run_dir is not None:

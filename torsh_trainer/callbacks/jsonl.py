@@ -10,7 +10,7 @@ from typing import TextIO
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import IsKept, Logger, Row, Sink
 from torsh_trainer.callbacks.places import in_run_directory
-from torsh_trainer.files import disk_error, set_aside, strict_json, write_file
+from torsh_trainer.utils.files import disk_error, set_aside, strict_json, write_file
 
 _TAIL_BYTES = 65536
 
@@ -47,7 +47,7 @@ class _JsonlSink(Sink):
                 set_aside(path)
             elif path.exists():
                 _drop(path, is_kept)
-            self._earlier_s = _elapsed_so_far(path)
+            self._earlier_s = _read_elapsed_s(path)
             self._file: TextIO = path.open("a", encoding="utf-8")
         except OSError as error:
             raise disk_error(error, "write", path) from error
@@ -89,7 +89,7 @@ def _stays(line: bytes, is_kept: IsKept) -> bool:
         return False
 
 
-def _elapsed_so_far(path: Path) -> float:
+def _read_elapsed_s(path: Path) -> float:
     for line in reversed(_tail(path).splitlines()):
         try:
             return float(json.loads(line)["elapsed_s"])

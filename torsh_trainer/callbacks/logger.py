@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from torsh_trainer.callbacks.base import EvaluationReport, MainOnly, RunInfo, StepReport
+from torsh_trainer.callbacks.base import EvaluationReport, RankZeroOnly, RunInfo, StepReport
 from torsh_trainer.callbacks.throughput import Throughput
 from torsh_trainer.errors import ResourceError
 
@@ -36,7 +36,7 @@ class Row:
             "elapsed_s": round(self.elapsed_s, 3),
         }
 
-    def named(self) -> dict[str, float]:
+    def prefixed_metrics(self) -> dict[str, float]:
         """Metrics under ``split/name``, as experiment trackers have them."""
         return {f"{self.split}/{name}": value for name, value in self.metrics.items()}
 
@@ -55,7 +55,7 @@ class Sink:
         """Lets go of files and connections; ``failed`` says how the run ended."""
 
 
-class Logger(MainOnly, abc.ABC):
+class Logger(RankZeroOnly, abc.ABC):
     """A callback that writes every report of rank 0 to one sink.
 
     Subclasses hold knobs and say how to ``open`` their sink. A checkpoint holds which reports were

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import Logger, Row, Sink, require
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.files import disk_error
+from torsh_trainer.utils.files import disk_error
 
 log = logging.getLogger(__name__)
 _PARAMS_A_CALL = 100  # MLflow's own limit
@@ -97,7 +97,9 @@ class _MLflowSink(Sink):
 
     def write(self, row: Row) -> None:
         now_ms = int(time.time() * 1000)
-        metrics = [self._metric(k, float(v), now_ms, row.step) for k, v in row.named().items()]
+        metrics = [
+            self._metric(k, float(v), now_ms, row.step) for k, v in row.prefixed_metrics().items()
+        ]
         try:
             self._client.log_batch(self._id, metrics=metrics)
         except self._refusal as error:

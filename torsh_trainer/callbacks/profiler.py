@@ -19,7 +19,7 @@ from torsh_trainer.callbacks.base import Callback, RunInfo, StepReport
 from torsh_trainer.callbacks.formatting import nearby
 from torsh_trainer.callbacks.places import in_run_directory
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.files import disk_error
+from torsh_trainer.utils.files import disk_error
 
 log = logging.getLogger(__name__)
 _NEVER = -1
@@ -77,7 +77,7 @@ class Profiler(Callback):
         self._done = info.first_step
         if self._edge == self._done:
             self._begin()
-        elif self._edge < self._done and info.world.is_main:
+        elif self._edge < self._done and info.world.is_rank_zero:
             log.warning(
                 "nothing is traced: this run goes on after step %d, and "
                 "callbacks.profiler.first_step is %d",

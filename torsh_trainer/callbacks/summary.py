@@ -9,8 +9,6 @@ from itertools import groupby
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torsh_trainer.task import whole_shape
-
 
 @dataclass(frozen=True)
 class _Line:
@@ -22,8 +20,8 @@ class _Line:
     def cells(self) -> tuple[str, str, str, str, str]:
         parameters = list(self.module.parameters())
         known = [p for p in parameters if not is_lazy(p)]
-        total = sum(whole_shape(p).numel() for p in known)
-        trains = sum(whole_shape(p).numel() for p in known if p.requires_grad)
+        total = sum(p.numel() for p in known)
+        trains = sum(p.numel() for p in known if p.requires_grad)
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
         size = f"{total * self.count:,}" if len(known) == len(parameters) else "not known yet"
         return (
@@ -71,7 +69,7 @@ def _lines(module: nn.Module, depth: int, indent: str) -> Iterator[_Line]:
 def _shape(module: nn.Module) -> tuple[object, ...]:
     """What two modules have in common when one line can speak for both."""
     parameters = tuple(
-        (name, None if is_lazy(p) else whole_shape(p), p.dtype, p.requires_grad)
+        (name, None if is_lazy(p) else p.shape, p.dtype, p.requires_grad)
         for name, p in module.named_parameters()
     )
     return type(module), parameters, tuple(type(inner) for inner in module.modules())
@@ -87,7 +85,7 @@ def _share(part: int, whole: int) -> str:
 
 def _total(model: nn.Module) -> str:
     parameters = [p for p in model.parameters() if not is_lazy(p)]
-    count = sum(whole_shape(p).numel() for p in parameters)
-    trains = sum(whole_shape(p).numel() for p in parameters if p.requires_grad)
-    mib = sum(whole_shape(p).numel() * p.element_size() for p in parameters) / 2**20
+    count = sum(p.numel() for p in parameters)
+    trains = sum(p.numel() for p in parameters if p.requires_grad)
+    mib = sum(p.numel() * p.element_size() for p in parameters) / 2**20
     return f"{count:,} parameters, {trains:,} of them trainable, {mib:,.1f} MiB"

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from torsh_trainer.callbacks.base import RunInfo
 from torsh_trainer.callbacks.logger import Logger, Row, Sink, require
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
-from torsh_trainer.files import disk_error
+from torsh_trainer.utils.files import disk_error
 
 _MODES = ("online", "offline", "disabled")
 
@@ -67,7 +67,7 @@ class _WandBSink(Sink):
                 mode=knobs.mode,
                 config=dict(info.config),
                 dir=info.run_dir,
-                id=None if info.run_dir is None else tracked_id(info.run_dir, "wandb"),
+                id=None if info.run_dir is None else read_or_make_id(info.run_dir, "wandb"),
                 resume="allow",
                 # The console is the launcher's; wandb would wrap stdout.
                 settings=wandb.Settings(console="off", silent=True),
@@ -83,13 +83,13 @@ class _WandBSink(Sink):
 
     def write(self, row: Row) -> None:
         content: dict[str, Any] = {"step": row.step, "epoch": row.epoch, "samples": row.samples}
-        self._run.log({**content, **row.named()})
+        self._run.log({**content, **row.prefixed_metrics()})
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
 
 
-def tracked_id(run_dir: Path, tracker: str) -> str:
+def read_or_make_id(run_dir: Path, tracker: str) -> str:
     """The name of this run at an experiment tracker, the same when the run resumes.
 
     Raises:

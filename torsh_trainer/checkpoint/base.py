@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torsh_trainer.checkpoint.setup import check_allow
-from torsh_trainer.checkpoint.store.places import Location
+from torsh_trainer.checkpoint.store.places import StoragePath
 from torsh_trainer.checkpoint.store.retention import Keep
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.utils import registry
 
 if TYPE_CHECKING:  # looking for checkpoints needs no torch
-    from torch import Tensor, dtype
+    from torch import dtype
 
     from torsh_trainer.checkpoint.fit import Fit
     from torsh_trainer.checkpoint.plain import Path as Key
@@ -33,6 +34,7 @@ class CheckpointOptions:
     ``resume`` is auto (the newest complete one in ``dir``, if any), best (that by ``monitor``),
     never, or a path or URL of a checkpoint or a run directory. ``allow`` says in what a run may
     differ from the one that it goes on from: words of ``setup.WORDS``.
+    ``backend`` is the checkpointer: dcp, or one of an installed plugin.
     ``storage_options`` go to the file system of a URL as they are. ``take_over`` takes a URL from a
     run on another host that has left its lock behind.
     ``check_loaded`` writes a hash of every tensor with a save, and after a load compares what
@@ -50,6 +52,7 @@ class CheckpointOptions:
     keep_every: int | None = None
     resume: str = "auto"
     allow: tuple[str, ...] = ()
+    backend: str = "dcp"
     mode: Literal["sync", "async"] = "sync"
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     take_over: bool = False
@@ -69,6 +72,7 @@ class CheckpointOptions:
                 fix="name a folder, or the URL of an object store",
             )
         check_allow(self.allow)
+        registry.CHECKPOINTERS.find(self.backend, option="checkpoint.backend")
         for name, known in (("mode", ("sync", "async")), ("monitor_mode", ("min", "max"))):
             value = getattr(self, name)
             if value not in known:
@@ -85,19 +89,6 @@ class CheckpointOptions:
         return Keep(
             self.keep_last, self.keep_best, self.keep_every, self.monitor, self.monitor_mode
         )
-
-
-class FlatShard(NamedTuple):
-    """A rank's contiguous piece of a flattened (row-major) tensor, for engines that shard so.
-
-    ``tensor`` holds the elements from ``offset`` on, in any shape; it may be empty. All ranks'
-    pieces together make up a tensor of ``global_shape``; replicas hold the same piece.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    offset: int
-    tensor: Tensor
 
 
 MODULUS = 1 << 64
@@ -129,13 +120,19 @@ class Hashed(NamedTuple):
 class Checkpointer(abc.ABC):
     """Saves and loads the state of a run; every method is collective over its communicator.
 
+    It is made as ``Class(folder, comm, options, facts=facts, run=run)``: where checkpoints lie,
+    among which processes, the knobs, facts of the run for whoever looks at a checkpoint (a mapping
+    that may still grow), and the name of the line of saves that is gone on with, if any.
+
     A state is a nested dict with string keys; leaves are Tensors, DTensors, FlatShards, or plain
     values (numbers, strings, bytes, booleans, None, lists, tuples and dicts of them). Ranks may
     hold different keys: what any rank has is saved, once.
     """
 
     @abc.abstractmethod
-    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Location:
+    def save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> StoragePath:
         """Writes ``state`` as the checkpoint of ``step``; it becomes visible whole or not at all.
 
         ``metrics`` are those of this very state. Returns its path. With ``mode=async`` it returns
@@ -171,7 +168,7 @@ class Checkpointer(abc.ABC):
         """Gives the folder back; communicates with nobody, so that it may follow an error."""
 
     @abc.abstractmethod
-    def find(self, resume: str) -> Location | None:
+    def find(self, resume: str) -> StoragePath | None:
         """The checkpoint that ``checkpoint.resume`` means, verified; None to start afresh.
 
         Raises:
@@ -180,7 +177,7 @@ class Checkpointer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def plain(self, path: Location) -> dict[str, Any]:
+    def plain(self, path: StoragePath) -> dict[str, Any]:
         """What the checkpoint at ``path`` holds beside tensors, nested as it was saved.
 
         Raises:
@@ -188,7 +185,7 @@ class Checkpointer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def compare(self, state: Mapping[str, Any], path: Location) -> Fit:
+    def compare(self, state: Mapping[str, Any], path: StoragePath) -> Fit:
         """How the tensors of the checkpoint at ``path`` differ from those of ``state``.
 
         Nothing is read into ``state``. Every rank gets the same answer, about all of them.
@@ -203,7 +200,7 @@ class Checkpointer(abc.ABC):
         state: Mapping[str, Any],
         step: int | None = None,
         *,
-        path: Location | None = None,
+        path: StoragePath | None = None,
         leave: Collection[Key] = (),
     ) -> dict[str, Any]:
         """The checkpoint of ``step`` (None: the newest), or at ``path``, in the shape of ``state``.
@@ -219,7 +216,7 @@ class Checkpointer(abc.ABC):
             ResourceError: a file of it is damaged; the message names it.
         """
 
-    def hashes(self, path: Location) -> Mapping[Key, Hashed] | None:
+    def hashes(self, path: StoragePath) -> Mapping[Key, Hashed] | None:
         """By tensor, a hash of what was saved; None where the checkpoint has none.
 
         Raises:
@@ -227,7 +224,7 @@ class Checkpointer(abc.ABC):
         """
         return None
 
-    def held(self, state: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Sum]:
+    def sum_held(self, state: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Sum]:
         """What all ranks hold of the tensors of ``state`` with these dotted names.
 
         Every rank names the same, and may hold some of them.

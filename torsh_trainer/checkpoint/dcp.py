@@ -28,7 +28,7 @@ from torsh_trainer.checkpoint.fit import (
     shape_of,
     without,
 )
-from torsh_trainer.checkpoint.plain import check_names, decode, dotted, encode, merge, split
+from torsh_trainer.checkpoint.plain import check_names, decode, dotted_name, encode, merge, split
 from torsh_trainer.checkpoint.state import plain_file, read_state
 from torsh_trainer.checkpoint.store.finding import first_sound, locate, offers
 from torsh_trainer.checkpoint.store.integrity import (
@@ -40,9 +40,14 @@ from torsh_trainer.checkpoint.store.integrity import (
     read_manifest,
     verify,
 )
-from torsh_trainer.checkpoint.store.places import Location, Unreachable, told, write
+from torsh_trainer.checkpoint.store.places import (
+    StoragePath,
+    Unreachable,
+    explain_store_error,
+    write,
+)
 from torsh_trainer.checkpoint.store.retention import complete, folder_name
-from torsh_trainer.checkpoint.store.stores import Room, store_at
+from torsh_trainer.checkpoint.store.stores import CheckpointRoom, store_at
 from torsh_trainer.checkpoint.store.summing import spare_threads
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, TorshError, nearest
@@ -72,7 +77,7 @@ class DcpCheckpointer(Checkpointer):
 
     def __init__(
         self,
-        folder: Location,
+        folder: StoragePath,
         comm: Communicator,
         options: CheckpointOptions = CheckpointOptions(),
         *,
@@ -90,7 +95,7 @@ class DcpCheckpointer(Checkpointer):
         self._measured = False
         self._saving: Saving | None = None
         self._planner: Planner | None = None
-        self._verified: Location | None = None
+        self._verified: StoragePath | None = None
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -107,17 +112,24 @@ class DcpCheckpointer(Checkpointer):
         except (OSError, Unreachable) as error:
             log.warning("%s could not be given back: %s", self.folder, error)
 
-    def save(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]) -> Location:
+    def save(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float]
+    ) -> StoragePath:
         """Saves, or with ``mode=async`` copies and begins to save; ``wait`` and every other call
         end that and raise its error."""
-        from torsh_trainer.checkpoint.saving import Saving, begun  # imported late: see _plan
+        from torsh_trainer.checkpoint.saving import (  # imported late: see _plan
+            Saving,
+            begin_checkpoint,
+        )
 
         self.wait()
         target = self.folder / folder_name(step)
         self._check_monitor(metrics)
         planner = self._plan(state, target)
         room = self._from_main(
-            "save the checkpoint", target, lambda: begun(self._store, step, target, planner)
+            "save the checkpoint",
+            target,
+            lambda: begin_checkpoint(self._store, step, target, planner),
         )
 
         def make_visible(written: list[Written]) -> None:
@@ -144,10 +156,10 @@ class DcpCheckpointer(Checkpointer):
         if saving is None:
             return
         part = saving.write()
-        if not self._comm.world.is_main:
+        if not self._comm.world.is_rank_zero:
             saving.join()  # or it could leave its mark in a folder that is already published
         parts = self._comm.all_gather_object(part)
-        error = saving.publish(parts) if self._comm.world.is_main else None
+        error = saving.publish(parts) if self._comm.world.is_rank_zero else None
         error = self._comm.broadcast_object(error)
         saving.join()
         if error is not None:
@@ -162,7 +174,7 @@ class DcpCheckpointer(Checkpointer):
             if self._planner is not None:
                 self._planner.close()
                 self._planner = None
-        if self._unmeasured and self._comm.world.is_main:
+        if self._unmeasured and self._comm.world.is_rank_zero:
             log.warning(
                 "checkpoint.keep_best had nothing to compare: no save came with metrics; let "
                 "trainer.eval_every (or eval_every_epochs) meet checkpoint.every_steps"
@@ -174,7 +186,7 @@ class DcpCheckpointer(Checkpointer):
             self.wait()
             self._plan(state(), self.folder).release()
 
-    def _plan(self, state: Mapping[str, Any], target: Location) -> Planner:
+    def _plan(self, state: Mapping[str, Any], target: StoragePath) -> Planner:
         """What this rank has to write; the last plan, unless a rank's tensors are others now."""
         # Importing torch.distributed.checkpoint takes 0.6 s: not before the first save.
         from torsh_trainer.checkpoint.tensors.disk import agree
@@ -190,7 +202,9 @@ class DcpCheckpointer(Checkpointer):
                 threads = spare_threads(world.local_size)
                 staging = Staging(threads=threads) if self._options.mode == "async" else None
                 self._planner = Planner(
-                    is_main=world.is_main, staging=staging, hashes=self._options.check_loaded
+                    is_rank_zero=world.is_rank_zero,
+                    staging=staging,
+                    hashes=self._options.check_loaded,
                 )
             self._planner.plain = encode(parts.plain)
             return self._planner, self._planner.hold(parts.tensors)
@@ -237,21 +251,21 @@ class DcpCheckpointer(Checkpointer):
 
     # -- loading --------------------------------------------------------------------------------
 
-    def find(self, resume: str) -> Location | None:
+    def find(self, resume: str) -> StoragePath | None:
         self.wait()
         paths = self._from_main("find", self.folder, lambda: self._offers(resume))
         self._verified = first_sound(paths, self._verify)
         return self._verified
 
-    def _offers(self, resume: str) -> Sequence[Location]:
+    def _offers(self, resume: str) -> Sequence[StoragePath]:
         return offers(resume, self.folder, self._options.storage_options, self._options.keep)
 
-    def plain(self, path: Location) -> dict[str, Any]:
+    def plain(self, path: StoragePath) -> dict[str, Any]:
         self.wait()
         plain, _ = self._together("read", path, lambda: (read_state(path), None))
         return plain
 
-    def compare(self, state: Mapping[str, Any], path: Location) -> Fit:
+    def compare(self, state: Mapping[str, Any], path: StoragePath) -> Fit:
         self.wait()
         _, saved, wanted = self._shapes(path, state)
         return fit(saved, wanted)
@@ -261,7 +275,7 @@ class DcpCheckpointer(Checkpointer):
         state: Mapping[str, Any],
         step: int | None = None,
         *,
-        path: Location | None = None,
+        path: StoragePath | None = None,
         leave: Collection[Key] = (),
     ) -> dict[str, Any]:
         # Importing torch.distributed.checkpoint takes 0.6 s: not before the first load.
@@ -281,13 +295,13 @@ class DcpCheckpointer(Checkpointer):
             into: dict[Key, Leaf] = {p: held[p] for p in held if p in saved and not is_free(p)}
             into |= {p: torch.empty(s.size, dtype=s.dtype) for p, s in saved.items() if is_free(p)}
             stored.read(found, metadata, into)
-            return self._joined(found, state, into, leave), None
+            return self._join_state(found, state, into, leave), None
 
         loaded, _ = self._together("load", found, read)
         self._continue(found)
         return loaded
 
-    def hashes(self, path: Location) -> dict[Key, Hashed] | None:
+    def hashes(self, path: StoragePath) -> dict[Key, Hashed] | None:
         # Importing torch.distributed.checkpoint takes 0.6 s: not before the first load.
         from torsh_trainer.checkpoint.tensors import disk as stored
         from torsh_trainer.checkpoint.tensors.hashes import parse_hashes
@@ -301,16 +315,18 @@ class DcpCheckpointer(Checkpointer):
                 return None, None
             shapes = stored.shapes(metadata)
             return {
-                p: Hashed(sums[name], shapes[p][1]) for p in shapes if (name := dotted(p)) in sums
+                p: Hashed(sums[name], shapes[p][1])
+                for p in shapes
+                if (name := dotted_name(p)) in sums
             }, None
 
         found, _ = self._together("read the hashes of", path, look)
         return found
 
-    def held(self, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Sum]:
-        from torsh_trainer.checkpoint.tensors.held import held_sums  # imported late: see load
+    def sum_held(self, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Sum]:
+        from torsh_trainer.checkpoint.tensors.held import sum_held  # imported late: see load
 
-        return held_sums(split(state).tensors, names, self._comm)
+        return sum_held(split(state).tensors, names, self._comm)
 
     def steps(self) -> list[int]:
         self.wait()
@@ -321,7 +337,7 @@ class DcpCheckpointer(Checkpointer):
         )
 
     def _shapes(
-        self, path: Location, state: Mapping[str, Any]
+        self, path: StoragePath, state: Mapping[str, Any]
     ) -> tuple[Any, dict[Key, Shape], list[dict[Key, Shape]]]:
         """The metadata at ``path``, shapes of its tensors, and those that each rank wants."""
         from torsh_trainer.checkpoint.tensors import disk as stored  # imported late: see load
@@ -333,9 +349,9 @@ class DcpCheckpointer(Checkpointer):
         metadata, wanted = self._together("load", path, look)
         return metadata, {p: Shape(*s) for p, s in stored.shapes(metadata).items()}, wanted
 
-    def _joined(
+    def _join_state(
         self,
-        path: Location,
+        path: StoragePath,
         state: Mapping[str, Any],
         tensors: Mapping[Key, Leaf],
         leave: Collection[Key],
@@ -347,19 +363,19 @@ class DcpCheckpointer(Checkpointer):
             log.warning("%s does not know %s; kept as they are", path, ", ".join(kept))
         return joined
 
-    def _continue(self, path: Location) -> None:
+    def _continue(self, path: StoragePath) -> None:
         """What is saved from now on belongs to the run of the checkpoint that was loaded."""
-        if self._comm.world.is_main and path.resolve().parent == self.folder.resolve():
+        if self._comm.world.is_rank_zero and path.resolve().parent == self.folder.resolve():
             self._store.run = read_manifest(path).run
 
-    def _verify(self, path: Location) -> None:
+    def _verify(self, path: StoragePath) -> None:
         rank, size = self._comm.world.rank, self._comm.world.size
         self._together("read", path, lambda: (None, bool(verify(path, rank=rank, size=size))))
 
     # -- all ranks alike ------------------------------------------------------------------------
 
     def _together(
-        self, doing: str, path: Location, function: Callable[[], tuple[Kept, Shared]]
+        self, doing: str, path: StoragePath, function: Callable[[], tuple[Kept, Shared]]
     ) -> tuple[Kept, list[Shared]]:
         """Calls ``function`` on every rank; an error on one is raised on all.
 
@@ -370,7 +386,7 @@ class DcpCheckpointer(Checkpointer):
         try:
             kept, answer = function()
         except Exception as error:  # noqa: BLE001 - every rank raises it, none waits in vain
-            answer = told(error, doing, path, rank=self._comm.world.rank)
+            answer = explain_store_error(error, doing, path, rank=self._comm.world.rank)
         answers: list[Any] = self._comm.all_gather_object(answer)
         failed = [one for one in range(len(answers)) if isinstance(answers[one], TorshError)]
         if failed:
@@ -378,21 +394,21 @@ class DcpCheckpointer(Checkpointer):
             raise answer if failed[0] == self._comm.world.rank else answers[failed[0]]
         return kept, answers
 
-    def _from_main(self, doing: str, path: Location, function: Callable[[], Shared]) -> Shared:
+    def _from_main(self, doing: str, path: StoragePath, function: Callable[[], Shared]) -> Shared:
         """What ``function`` gives on rank 0, on every rank; so is its error."""
         value: Any = None
-        if self._comm.world.is_main:
+        if self._comm.world.is_rank_zero:
             try:
                 value = function()
             except Exception as error:  # noqa: BLE001 - every rank raises it, none waits in vain
-                value = told(error, doing, path, rank=0)
+                value = explain_store_error(error, doing, path, rank=0)
         answer = self._comm.broadcast_object(value)
         if isinstance(answer, TorshError):
             raise value or answer
         return answer
 
 
-def _finish(room: Room, planner: Planner, written: list[Written]) -> dict[str, Digest]:
+def _finish(room: CheckpointRoom, planner: Planner, written: list[Written]) -> dict[str, Digest]:
     """Rank 0's own files: plain values, and where every piece of every tensor lies."""
     from torsh_trainer.checkpoint.tensors.disk import metadata_file  # imported late: see save
     from torsh_trainer.checkpoint.tensors.hashes import hashes_file

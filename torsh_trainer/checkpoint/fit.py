@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torsh_trainer.checkpoint.base import FlatShard
-from torsh_trainer.checkpoint.plain import Leaf, Path, dotted, holds_tensors, put
+from torsh_trainer.checkpoint.plain import Leaf, Path, dotted_name, holds_tensors, put
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.errors import ConfigError
 
 FREE = ("callbacks", "config", "feed", "loop", "rng", "schedule", "setup", "task")
@@ -58,13 +58,13 @@ class Fit(NamedTuple):
     def phrases(self) -> list[str]:
         """What differs, in words: one phrase for each way."""
         shapes = (
-            f"{dotted(p)} ({saved} there, {wanted} here)"
+            f"{dotted_name(p)} ({saved} there, {wanted} here)"
             for p, (saved, wanted) in self.other.items()
         )
         phrases = [
-            _listed("missing from it", map(dotted, self.missing)),
-            _listed("only in it", map(dotted, self.unexpected)),
-            _listed("other shapes", shapes),
+            _list_names("missing from it", map(dotted_name, self.missing)),
+            _list_names("only in it", map(dotted_name, self.unexpected)),
+            _list_names("other shapes", shapes),
         ]
         return [phrase for phrase in phrases if phrase]
 
@@ -169,9 +169,9 @@ def check_fit(saved: Shapes, wanted: Iterable[Shapes], checkpoint: str) -> None:
             f"the checkpoint {checkpoint} does not fit this run: " + ". ".join(found.phrases()),
             fix="resume with the model and optimizer that it was saved with, "
             "or start with checkpoint.resume=never",
-            missing=[dotted(path) for path in found.missing],
-            unexpected=[dotted(path) for path in found.unexpected],
-            shapes=[dotted(path) for path in found.other],
+            missing=[dotted_name(path) for path in found.missing],
+            unexpected=[dotted_name(path) for path in found.unexpected],
+            shapes=[dotted_name(path) for path in found.other],
         )
 
 
@@ -203,7 +203,7 @@ def _join(
                 joined[key] = _join(value, saved.get(key, {}), path, kept)
         elif not isinstance(value, Leaf) and key not in saved and slots_of(path) is None:
             joined[key] = value
-            kept.append(dotted(path))
+            kept.append(dotted_name(path))
     return joined
 
 
@@ -223,7 +223,7 @@ def _alike(saved: Shape, wanted: Shape) -> bool:
     return saved.size == wanted.size and same_kind
 
 
-def _listed(title: str, names: Iterable[str]) -> str:
+def _list_names(title: str, names: Iterable[str]) -> str:
     names = list(names)
     if not names:
         return ""

@@ -19,7 +19,7 @@ _MARKS = (_WEIGHT, _SCALAR, _ARRAY, _PATH, _AS_IT_IS)
 _NUMBERS = "biufc"
 
 
-def marked(value: Any, weight: Callable[[Any], str | None]) -> Any:
+def mark_tensors(value: Any, weight: Callable[[Any], str | None]) -> Any:
     """A copy of ``value`` with marks; ``weight`` names a tensor that is not to be saved again.
 
     Tensors are the same objects; what is of no known kind stays as it is.
@@ -28,10 +28,10 @@ def marked(value: Any, weight: Callable[[Any], str | None]) -> Any:
         name = weight(value)
         return value if name is None else {_WEIGHT: name}
     if type(value) in (dict, OrderedDict):
-        copied = type(value)((key, marked(item, weight)) for key, item in value.items())
+        copied = type(value)((key, mark_tensors(item, weight)) for key, item in value.items())
         return {_AS_IT_IS: copied} if _is_mark(value) else copied
     if type(value) in (list, tuple):
-        return type(value)(marked(item, weight) for item in value)
+        return type(value)(mark_tensors(item, weight) for item in value)
     if isinstance(value, PurePath):
         return {_PATH: str(value)}
     numpy: Any = sys.modules.get("numpy")  # whoever has a number of its kind has it
@@ -43,21 +43,21 @@ def marked(value: Any, weight: Callable[[Any], str | None]) -> Any:
     return value
 
 
-def unmarked(value: Any, weight: Callable[[str], Any]) -> Any:
-    """What ``marked`` was given; ``weight`` finds a tensor by its name."""
+def resolve_marks(value: Any, weight: Callable[[str], Any]) -> Any:
+    """What ``mark_tensors`` was given; ``weight`` finds a tensor by its name."""
     if type(value) in (list, tuple):
-        return type(value)(unmarked(item, weight) for item in value)
+        return type(value)(resolve_marks(item, weight) for item in value)
     if type(value) not in (dict, OrderedDict):
         return value
     if not _is_mark(value):
-        return type(value)((key, unmarked(item, weight)) for key, item in value.items())
+        return type(value)((key, resolve_marks(item, weight)) for key, item in value.items())
     kind, held = next(iter(value.items()))
     if kind == _WEIGHT:
         return weight(held)
     if kind == _PATH:
         return Path(held)
     if kind == _AS_IT_IS:
-        return type(held)((key, unmarked(item, weight)) for key, item in held.items())
+        return type(held)((key, resolve_marks(item, weight)) for key, item in held.items())
     import numpy  # what was saved was of its kind
 
     if kind == _SCALAR:

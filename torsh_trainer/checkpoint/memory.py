@@ -15,17 +15,17 @@ from torsh_trainer.comm.base import Communicator
 ENGINE = "engine"
 
 
-def gathered(state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+def gather_state(state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
     """``state`` with what every rank adds, copied to the CPU; collective.
 
     The engine's part must be the same on every rank, as where each holds the whole model.
     """
     own = {key: value for key, value in state.items() if key != ENGINE}
-    everyone = comm.all_gather_object(laid(own, device=torch.device("cpu")))
-    return {**merge(everyone), ENGINE: laid(state[ENGINE], device=torch.device("cpu"))}
+    everyone = comm.all_gather_object(copy_like(own, device=torch.device("cpu")))
+    return {**merge(everyone), ENGINE: copy_like(state[ENGINE], device=torch.device("cpu"))}
 
 
-def laid(kept: Any, *, like: Any = None, device: torch.device | None = None) -> Any:
+def copy_like(kept: Any, *, like: Any = None, device: torch.device | None = None) -> Any:
     """A copy of ``kept``; its tensors lie where those of ``like`` do, else on ``device``.
 
     None for ``device`` leaves a tensor where it is.
@@ -36,6 +36,7 @@ def laid(kept: Any, *, like: Any = None, device: torch.device | None = None) -> 
     if isinstance(kept, Mapping):
         beside = like if isinstance(like, Mapping) else {}
         return {
-            key: laid(value, like=beside.get(key), device=device) for key, value in kept.items()
+            key: copy_like(value, like=beside.get(key), device=device)
+            for key, value in kept.items()
         }
     return copy.deepcopy(kept)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.errors import ConfigError
 
 Path = tuple[str, ...]
@@ -21,21 +21,21 @@ Leaf = Tensor | FlatShard
 """What is not plain: a tensor (a DTensor included), or a piece of a flattened one."""
 
 
-class Parts(NamedTuple):
+class SplitState(NamedTuple):
     """A nested state in two: tensors by path, and the nest of everything else."""
 
     tensors: dict[Path, Leaf]
     plain: dict[str, Any]
 
 
-def split(state: Mapping[str, Any]) -> Parts:
+def split(state: Mapping[str, Any]) -> SplitState:
     """Takes ``state`` apart.
 
     Raises:
         ConfigError: a key of a dict that holds tensors is not a string.
     """
     tensors: dict[Path, Leaf] = {}
-    return Parts(tensors, _split(state, (), tensors))
+    return SplitState(tensors, _split(state, (), tensors))
 
 
 def _split(state: Mapping[str, Any], at: Path, tensors: dict[Path, Leaf]) -> dict[str, Any]:
@@ -51,7 +51,8 @@ def _split(state: Mapping[str, Any], at: Path, tensors: dict[Path, Leaf]) -> dic
             plain[key] = value
         if len(tensors) > before and not isinstance(key, str):
             raise ConfigError(
-                f"the key {key!r} of the state leads to a tensor ({dotted(path)}) and is no string",
+                f"the key {key!r} of the state leads to a tensor ({dotted_name(path)}) "
+                "and is no string",
                 fix="use strings as keys in state_dict()",
             )
     return plain
@@ -71,7 +72,7 @@ def put(state: dict[str, Any], path: Path, value: Any) -> None:
     state[path[-1]] = value
 
 
-def dotted(path: Path) -> str:
+def dotted_name(path: Path) -> str:
     """``model.conv1.weight``: the name of a tensor in a checkpoint."""
     return ".".join(path)
 
@@ -84,7 +85,7 @@ def check_names(paths: Iterable[Path]) -> None:
     """
     names: set[str] = set()
     for path in paths:
-        if (name := dotted(path)) in names:
+        if (name := dotted_name(path)) in names:
             raise ConfigError(
                 f"two tensors of the state are both called {name}",
                 fix="rename a key, so that the dots in names stay unambiguous",
@@ -127,10 +128,11 @@ def encode(value: Any, at: Path = ()) -> Any:
     if type(value) is tuple:
         return {"$tuple": [encode(item, (*at, str(i))) for i, item in enumerate(value)]}
     raise ConfigError(
-        f"a checkpoint cannot hold {dotted(at) or 'the state'}: it is a {type(value).__name__}",
+        f"a checkpoint cannot hold {dotted_name(at) or 'the state'}: "
+        f"it is a {type(value).__name__}",
         fix="state_dict() may give tensors, numbers, strings, bytes, None, "
         "and lists, tuples and dicts of plain values",
-        at=dotted(at),
+        at=dotted_name(at),
     )
 
 

@@ -11,14 +11,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torsh_trainer import errors
-from torsh_trainer.checkpoint.store.places import Location, Unreachable, names, told, write
-from torsh_trainer.checkpoint.store.refusal import advised
-from torsh_trainer.checkpoint.store.stores import Room, Store
+from torsh_trainer.checkpoint.store.places import (
+    StoragePath,
+    Unreachable,
+    explain_store_error,
+    names,
+    write,
+)
+from torsh_trainer.checkpoint.store.refusal import add_advice
+from torsh_trainer.checkpoint.store.stores import CheckpointRoom, Store
 from torsh_trainer.checkpoint.tensors.disk import Written, write_tensors
 from torsh_trainer.checkpoint.tensors.planner import Planner
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ResourceError, TorshError
-from torsh_trainer.files import strict_json
-from torsh_trainer.world import World
+from torsh_trainer.utils.files import strict_json
 
 log = logging.getLogger("torsh_trainer")
 
@@ -34,11 +40,11 @@ class Part(NamedTuple):
     written: Written | None
     error: TorshError | None
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """As another process reads it: no code, for anybody may have written such a file."""
         written, error = None, None
         if self.written is not None:
-            written = self.written.packed()
+            written = self.written.pack()
         if self.error is not None:
             kind = type(self.error).__name__
             error = [kind, self.error.sentence, self.error.fix, self.error.facts]
@@ -46,10 +52,10 @@ class Part(NamedTuple):
         return strict_json({"written": written, "error": error}, indent=None).encode()
 
     @classmethod
-    def unpacked(cls, content: bytes) -> Part:
-        """The inverse of ``packed``."""
+    def unpack(cls, content: bytes) -> Part:
+        """The inverse of ``pack``."""
         said = json.loads(content)
-        written = None if said["written"] is None else Written.unpacked(said["written"])
+        written = None if said["written"] is None else Written.unpack(said["written"])
         if said["error"] is None:
             return cls(written, None)
         name, sentence, fix, facts = said["error"]
@@ -71,7 +77,7 @@ class Saving:
         planner: Planner,
         *,
         store: Store,
-        room: Room,
+        room: CheckpointRoom,
         world: World,
         make_visible: Callable[[list[Written]], None],
     ) -> None:
@@ -133,24 +139,24 @@ class Saving:
             error = self._attempt(lambda: self._make_visible(written))
         if error is not None:
             self._store.discard(self._room)
-            error = advised(error, self._store.folder, size_bytes=self._planner.whole_size_bytes)
+            error = add_advice(error, self._store.folder, size_bytes=self._planner.whole_size_bytes)
         return error
 
     def _attempt(self, action: Callable[[], object]) -> TorshError | None:
         try:
             action()
         except Exception as error:  # noqa: BLE001 - it is raised on every rank by wait()
-            return told(error, DOING, self._room.target, rank=self._world.rank)
+            return explain_store_error(error, DOING, self._room.target, rank=self._world.rank)
         return None
 
     def _run(self) -> None:
         part = self.write()
         if part.error is not None:
             self._warn(part.error)
-        if not self._world.is_main:
+        if not self._world.is_rank_zero:
             # Where it cannot be written, the loop's next call tells rank 0.
             with contextlib.suppress(OSError, Unreachable):
-                write(self._marker(self._world.rank), part.packed())
+                write(self._marker(self._world.rank), part.pack())
             return
         others = self._await_others()
         if others is not None:
@@ -177,18 +183,20 @@ class Saving:
         with self._publishing:
             if self._published.is_set():
                 return None
-            return [Part.unpacked(marker.read_bytes()) for marker in markers]
+            return [Part.unpack(marker.read_bytes()) for marker in markers]
 
     def _there(self) -> set[str]:
         with contextlib.suppress(OSError, Unreachable):  # then the next look may tell
             return names(self._room.writing)
         return set()
 
-    def _marker(self, rank: int) -> Location:
+    def _marker(self, rank: int) -> StoragePath:
         return self._room.writing / f".part-{rank}"
 
 
-def begun(store: Store, step: int, target: Location, planner: Planner) -> Room:
+def begin_checkpoint(
+    store: Store, step: int, target: StoragePath, planner: Planner
+) -> CheckpointRoom:
     """Room for a checkpoint, as ``Store.begin`` makes it; on rank 0.
 
     Raises:
@@ -197,5 +205,5 @@ def begun(store: Store, step: int, target: Location, planner: Planner) -> Room:
     try:
         return store.begin(step)
     except OSError as error:
-        refused = told(error, DOING, target, rank=0)
-        raise advised(refused, store.folder, size_bytes=planner.whole_size_bytes) from error
+        refused = explain_store_error(error, DOING, target, rank=0)
+        raise add_advice(refused, store.folder, size_bytes=planner.whole_size_bytes) from error

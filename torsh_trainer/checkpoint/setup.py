@@ -59,6 +59,8 @@ INEXACT = {
     "trainer.randomness": "a dropout draws other units",
     "data.seed_samples": "augmentation draws other numbers",
     "precision": "numbers are rounded otherwise",
+    "precision.matmul": "products are rounded otherwise",
+    "trainer.attention": "attention is rounded otherwise",
     "trainer.compile": "other kernels round otherwise",
     "device": "other kernels round otherwise",
     "threads": "sums within a process are taken in another order",
@@ -74,7 +76,7 @@ _OPTIMIZER_SKIPS = frozenset(
 _SHOWN = 5
 
 
-class Difference(NamedTuple):
+class SetupDifference(NamedTuple):
     """Something that must be the same and is not; ``word`` lets it differ (empty: nothing does)."""
 
     text: str
@@ -82,15 +84,15 @@ class Difference(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SetupComparison:
     """What a run that resumes has to say about the checkpoint, as sentences without a full stop.
 
     ``refused`` stops it, ``allowed`` differs and was let pass, ``applied`` follows today's
     configuration, ``inexact`` makes the continuation differ from the undisturbed run's.
     """
 
-    refused: tuple[Difference, ...] = ()
-    allowed: tuple[Difference, ...] = ()
+    refused: tuple[SetupDifference, ...] = ()
+    allowed: tuple[SetupDifference, ...] = ()
     applied: tuple[str, ...] = ()
     inexact: tuple[str, ...] = field(default=())
 
@@ -150,24 +152,24 @@ def check_allow(words: Sequence[str]) -> None:
 
 
 def compare(
-    saved: Setup, now: Setup, *, tensors: Iterable[Difference] = (), allow: Iterable[str] = ()
-) -> Comparison:
+    saved: Setup, now: Setup, *, tensors: Iterable[SetupDifference] = (), allow: Iterable[str] = ()
+) -> SetupComparison:
     """Holds the setup of today against that of a checkpoint.
 
     ``tensors`` are what names and shapes say (see ``fit``). Facts that the checkpoint does not have
     are not compared.
     """
-    found = [*_refused(saved, now), *_optimizers(saved, now), *_schedule(saved, now)]
+    found = [*_find_refusals(saved, now), *_optimizers(saved, now), *_schedule(saved, now)]
     known = {one.word for one in found}
     # An optimizer of another class has other tensors: to say so once is enough.
     found += [one for one in tensors if not one.word or one.word not in known]
     let = set(allow)
-    return Comparison(
+    return SetupComparison(
         refused=tuple(one for one in found if one.word not in let),
         allowed=tuple(one for one in found if one.word in let),
-        applied=(*_applied(saved, now), *_rates(saved, now), *_new_knobs(saved, now)),
+        applied=(*_describe_applied(saved, now), *_rates(saved, now), *_new_knobs(saved, now)),
         inexact=tuple(
-            f"{why}: {_changed(name, saved, now)}"
+            f"{why}: {_describe_change(name, saved, now)}"
             for name, why in INEXACT.items()
             if _differs(name, saved, now)
         ),
@@ -178,11 +180,11 @@ def _differs(name: str, saved: Setup, now: Setup) -> bool:
     return name in saved and name in now and saved[name] != now[name]
 
 
-def _changed(name: str, saved: Setup, now: Setup) -> str:
-    return f"{name} was {shown(saved[name])} and is {shown(now[name])}"
+def _describe_change(name: str, saved: Setup, now: Setup) -> str:
+    return f"{name} was {as_typed(saved[name])} and is {as_typed(now[name])}"
 
 
-def shown(value: Any) -> str:
+def as_typed(value: Any) -> str:
     """A plain value as a user would write it."""
     if value is None:
         return "null"
@@ -191,16 +193,16 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.12g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(as_typed, value))}]"
     return str(value)
 
 
-def _refused(saved: Setup, now: Setup) -> Iterator[Difference]:
+def _find_refusals(saved: Setup, now: Setup) -> Iterator[SetupDifference]:
     for name, word in REFUSED.items():
         if _differs(name, saved, now):
-            yield Difference(_changed(name, saved, now), word)
+            yield SetupDifference(_describe_change(name, saved, now), word)
     if _switches_ema(saved, now):
-        yield Difference(_changed("trainer.ema_decay", saved, now), "ema")
+        yield SetupDifference(_describe_change("trainer.ema_decay", saved, now), "ema")
 
 
 def _switches_ema(saved: Setup, now: Setup) -> bool:
@@ -208,28 +210,28 @@ def _switches_ema(saved: Setup, now: Setup) -> bool:
     return _differs(name, saved, now) and None in (saved[name], now[name])
 
 
-def _applied(saved: Setup, now: Setup) -> Iterator[str]:
+def _describe_applied(saved: Setup, now: Setup) -> Iterator[str]:
     for name in APPLIED:
         switched = name == "trainer.ema_decay" and _switches_ema(saved, now)
         if _differs(name, saved, now) and not switched:
-            yield f"{_changed(name, saved, now)} from here on"
+            yield f"{_describe_change(name, saved, now)} from here on"
 
 
 # -- optimizers -----------------------------------------------------------------------------------
 
 
-def _optimizers(saved: Setup, now: Setup) -> Iterator[Difference]:
+def _optimizers(saved: Setup, now: Setup) -> Iterator[SetupDifference]:
     """Other classes, other settings of a parameter, other parameters that train."""
     before, after = saved.get("optimizer"), now.get("optimizer")
     if before is None or after is None:
         return
     for name in sorted({*before} ^ {*after}):
         where = "the checkpoint" if name in before else "this run"
-        yield Difference(f"only {where} has an optimizer {name}", "optimizer")
+        yield SetupDifference(f"only {where} has an optimizer {name}", "optimizer")
     for name in before:
         if name in after:
             for text in _one_optimizer(name, before[name], after[name]):
-                yield Difference(text, "optimizer")
+                yield SetupDifference(text, "optimizer")
 
 
 def _one_optimizer(name: str, before: Setup, after: Setup) -> Iterator[str]:
@@ -256,7 +258,7 @@ def _one_optimizer(name: str, before: Setup, after: Setup) -> Iterator[str]:
 def _settings(then: Setup, today: Setup) -> Iterator[str]:
     for key in then:
         if key not in _OPTIMIZER_SKIPS and _differs(key, then, today):
-            yield _changed(key, then, today)
+            yield _describe_change(key, then, today)
 
 
 def _rates(saved: Setup, now: Setup) -> Iterator[str]:
@@ -275,7 +277,7 @@ def _new_rates(saved: Setup, now: Setup) -> Iterator[str]:
             if parameter in today and _differs("lr", then[parameter], today[parameter]):
                 yield (
                     "optimizer." * (name == "main")
-                    + _changed("lr", then[parameter], today[parameter])
+                    + _describe_change("lr", then[parameter], today[parameter])
                     + f" in optimizer {name}" * (name != "main")
                 )
 
@@ -298,16 +300,16 @@ def _same_stateful(saved: Setup, now: Setup) -> bool:
     return bool(before and after and after["stateful"] and before["name"] == after["name"])
 
 
-def _schedule(saved: Setup, now: Setup) -> Iterator[Difference]:
+def _schedule(saved: Setup, now: Setup) -> Iterator[SetupDifference]:
     """A schedule that remembers has made its rates of the knobs and base rates of then."""
     if not _same_stateful(saved, now):
         return
     before, after = saved["schedule"], now["schedule"]
     if not after["takes_new_knobs"]:
         for text in _knobs(before, after):
-            yield Difference(text, "schedule")
+            yield SetupDifference(text, "schedule")
     for text in dict.fromkeys(_new_rates(saved, now)):
-        yield Difference(f"{text}, and schedule={after['name']} keeps its own", "schedule")
+        yield SetupDifference(f"{text}, and schedule={after['name']} keeps its own", "schedule")
 
 
 def _new_knobs(saved: Setup, now: Setup) -> Iterator[str]:
@@ -320,15 +322,15 @@ def _new_knobs(saved: Setup, now: Setup) -> Iterator[str]:
             yield f"{text} from here on"
     if after and after["needs_total"] and _differs("total_steps", saved, now):
         yield (
-            f"the schedule was made for {shown(saved['total_steps'])} steps and is for "
-            f"{shown(now['total_steps'])} from here on"
+            f"the schedule was made for {as_typed(saved['total_steps'])} steps and is for "
+            f"{as_typed(now['total_steps'])} from here on"
         )
 
 
 def _knobs(before: Setup, after: Setup) -> Iterator[str]:
     """Only knobs that are not at their defaults are kept, so one may be there on one side alone."""
     for key in sorted({*before["knobs"], *after["knobs"]}):
-        then = shown(before["knobs"][key]) if key in before["knobs"] else "at its default"
-        today = shown(after["knobs"][key]) if key in after["knobs"] else "at its default"
+        then = as_typed(before["knobs"][key]) if key in before["knobs"] else "at its default"
+        today = as_typed(after["knobs"][key]) if key in after["knobs"] else "at its default"
         if then != today:
             yield f"schedule.{key} was {then} and is {today}"

@@ -9,9 +9,9 @@ from typing import Any
 from torsh_trainer.checkpoint.migration import migrate_state
 from torsh_trainer.checkpoint.plain import Leaf, Path, decode, encode, put
 from torsh_trainer.checkpoint.store.integrity import STATE, read_manifest
-from torsh_trainer.checkpoint.store.places import Location
+from torsh_trainer.checkpoint.store.places import StoragePath
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.files import parse_json
+from torsh_trainer.utils.files import parse_json
 
 _PARTS = frozenset(
     {
@@ -38,7 +38,7 @@ def plain_file(plain: Mapping[str, Any]) -> bytes:
     return json.dumps(encode(plain), indent=1, allow_nan=False).encode()
 
 
-def read_state(folder: Location, tensors: Mapping[Path, Leaf] | None = None) -> dict[str, Any]:
+def read_state(folder: StoragePath, tensors: Mapping[Path, Leaf] | None = None) -> dict[str, Any]:
     """The state of the checkpoint in ``folder``, as a release of today would have saved it.
 
     Of its tensors those in ``tensors`` are in it, and no others.

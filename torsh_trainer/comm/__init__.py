@@ -1,4 +1,7 @@
-"""How the processes of one job exchange values; see docs/comm.md and docs/collectives.md."""
+"""How the processes of one job exchange values; see docs/comm.md.
+
+Collectives as functions, for scripts and libraries, are ``torsh_trainer.distributed``.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,8 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
-    "start": ("create",),
-    "groups": (
-        "BackendType",
-        "InitMethod",
-        "ProcessGroup",
-        "Rank",
-        "ReduceOp",
-        "WorldSize",
-        "destroy_process_group",
-        "get_backend",
-        "get_rank",
-        "get_world_size",
-        "init_process_group",
-        "is_available",
-        "is_gloo_available",
-        "is_initialized",
-        "is_mpi_available",
-        "is_nccl_available",
-        "new_group",
-    ),
-    "failures": (
+    "torsh_trainer.comm.start": ("create",),
+    "torsh_trainer.comm.failures": (
         "BackendError",
         "BackendNotInitialized",
         "CollectiveArgumentError",
@@ -34,53 +18,24 @@ _PUBLIC = {
         "MismatchError",
         "RendezvousError",
     ),
-    "checking": ("set_check",),
-    "collectives": (
-        "CollectiveWork",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_varsize",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "gather",
-        "irecv",
-        "isend",
-        "nccl_all_gather",
-        "nccl_all_reduce",
-        "nccl_all_to_all",
-        "nccl_broadcast",
-        "nccl_reduce",
-        "nccl_reduce_scatter",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
+    "torsh_trainer.comm.compression": (
+        "CompressionAlgorithm",
+        "CompressorMemory",
+        "GradientCompressor",
     ),
-    "algorithms": ("hierarchical_all_reduce", "ring_all_reduce", "tree_all_reduce"),
-    "batch": ("CollectiveBatch", "NcclBatch"),
-    "scheduler": ("CommunicationScheduler", "NcclScheduler", "Priority"),
-    "tuning": ("AlgorithmTable",),
-    "averaging": ("DistributedOptimizer", "average_gradients"),
-    "data_parallel": ("BucketConfig", "DistributedDataParallel"),
-    "compression": ("CompressionAlgorithm", "CompressorMemory", "GradientCompressor"),
 }
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
-_MODULE_OF["Backend"] = "groups"  # BackendType, as one of the guides calls it
 __all__ = [*sorted(_MODULE_OF)]
 
 
 def __getattr__(name: str) -> Any:
     """Public names load on first use: what only asks for a part does not wait for torch."""
-    if name == "Backend":
-        name = "BackendType"
     if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; collectives as functions are in "
+        "torsh_trainer.distributed"
+    )
 
 
 def __dir__() -> list[str]:

@@ -34,7 +34,7 @@ def adasum(tensor: Tensor, comm: Communicator, *, layers: Sequence[int] | None =
         ConfigError: the number of ranks is no power of two, the tensor is not floating-point, or
             ``layers`` do not add up to it.
     """
-    size = comm.world.size
+    size = comm.size
     if size & (size - 1):
         raise ConfigError(
             f"Adasum halves its vector over and over, and {size} processes are no power of two",
@@ -65,7 +65,7 @@ class _Part(NamedTuple):
 
 def _halve(part: _Part, distance: int, sizes: Sequence[int], comm: Communicator) -> Tensor:
     """The Adasum of the parts that ranks hold, over blocks of ranks from ``2 * distance`` on up."""
-    rank = comm.world.rank
+    rank = comm.rank
     is_left = rank // distance % 2 == 0
     other = rank + distance if is_left else rank - distance
     middle = part.values.numel() // 2
@@ -77,7 +77,7 @@ def _halve(part: _Part, distance: int, sizes: Sequence[int], comm: Communicator)
     # The left one's is always a, so that both compute the same.
     a, b = (kept, taken) if is_left else (taken, kept)
     mine = _combine(a, b, _layers_within(sizes, begin, kept.numel()), len(sizes), distance, comm)
-    if 2 * distance < comm.world.size:
+    if 2 * distance < comm.size:
         mine = _halve(_Part(mine, begin), 2 * distance, sizes, comm)
     back = torch.empty_like(given)
     _exchange(mine, back, other, comm)
@@ -97,8 +97,8 @@ def _combine(
     A layer that is zero on one side is the other side's.
     """
     wide = torch.promote_types(a.dtype, torch.float32)
-    block = comm.world.rank // (2 * distance)
-    blocks = comm.world.size // (2 * distance)
+    block = comm.rank // (2 * distance)
+    blocks = comm.size // (2 * distance)
     products = torch.zeros(blocks, count, 3, dtype=torch.float64, device=a.device)
     for layer, part in layers:
         x, y = a[part].to(wide), b[part].to(wide)

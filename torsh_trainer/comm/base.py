@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from torsh_trainer.comm.shared_memory import SharedMemory
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
+
+_FEW_BYTES = 2**20
+_UNPINNED = ("cpu", "meta", "mps")
 
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 
@@ -54,25 +58,12 @@ class Work(Protocol):
         """Blocks until the operation's tensors hold its result."""
 
 
-class Parts(Protocol):
-    """Tensors that are reduced over members together, each as soon as it can be.
-
-    In each round a member puts all of them, in any order, and then waits.
-    """
-
-    def put(self, number: int, values: Tensor) -> None:
-        """Takes this member's values of a tensor, of one dimension, for the result to replace."""
-
-    def wait(self) -> Any:
-        """Blocks until the results are there; collective."""
-
-
 class Communicator(abc.ABC):
     """Collectives among the processes of a job, or of a part of it.
 
-    Every method is collective: all members call it in the same order; ``send`` and ``recv`` are
-    the exceptions. Tensors live on ``device`` (``place`` moves one there); they need not be
-    contiguous. Ranks are those within this communicator. With ``async_op=True`` an operation
+    Every method is collective: all members call it in the same order; ``send``, ``recv`` and
+    ``abort`` are the exceptions. Tensors live on ``device`` (``to_device`` moves one there), of
+    any strides. Ranks are those within this communicator. With ``async_op=True`` an operation
     returns a ``Work`` at once. ``mean`` is for floating-point tensors; of integers it raises
     ConfigError.
     """
@@ -88,6 +79,21 @@ class Communicator(abc.ABC):
 
     process_group: Any
     """The torch.distributed process group, or None where there is none."""
+
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        """What members do by way of memory that all of them reach; None where there is none."""
+        return None
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return self.world.size
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the members, in [0, size)."""
+        return self.world.rank
 
     @abc.abstractmethod
     def all_reduce(
@@ -156,59 +162,64 @@ class Communicator(abc.ABC):
             ConfigError: a rank is not a member, or this communicator is itself a part.
         """
 
+    def duplicate(self) -> Communicator:
+        """The same members once more, whose messages meet none of this communicator's.
+
+        Collective; of a part, over all parts of the job at once, as a mesh has them.
+        """
+        same = self.split(range(self.size))
+        assert same is not None
+        return same
+
+    def part_of(self, process_group: Any) -> Communicator:
+        """The members of a torch.distributed process group that lies within this communicator.
+
+        Collective over that group, whose maker keeps it.
+        """
+        raise AssertionError(f"{type(self).__name__} has no process groups")
+
     @abc.abstractmethod
     def close(self) -> None:
         """Leaves the process group; calling it twice does no harm."""
 
-    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """``count`` zeros on ``device``, for a tensor that will be reduced again and again.
+    def abort(self) -> None:
+        """``close`` for a process that has failed: it waits for no other. Not collective."""
+        self.close()
 
-        A backend may put it where its members can all reach it.
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the device on which this communicator works.
+
+        A few numbers of the host get there by way of pinned memory: else the copy would wait for
+        all that an accelerator was given to do.
         """
-        return torch.zeros(count, dtype=dtype, device=self.device)
-
-    def shares(self, count: int) -> bool:
-        """Whether members can all reach what ``zeros`` makes for so many elements.
-
-        The same on every member. Such a tensor is reduced without a copy.
-        """
-        return False
-
-    def make_stage(self, count: int, dtype: torch.dtype) -> None:  # noqa: B027 - few have a use
-        """Says that tensors of so many elements will be reduced again and again; collective."""
-
-    def parts(
-        self,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        op: Literal["sum", "mean"] = "sum",
-    ) -> Parts | None:
-        """Tensors of so many elements to be reduced together, again and again; collective.
-
-        None, on every member, where that has no advantage over ``all_reduce``.
-        """
-        return None
-
-    def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """``count`` zeros that members have together: what one of them writes, all read.
-
-        Collective. None, on every member, where there is no such memory. It has no locks: a barrier
-        lies between who writes and who reads.
-        """
-        return None
-
-    def place(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on the device on which this communicator works."""
+        if tensor.is_cpu and tensor.nbytes <= _FEW_BYTES and self.device.type not in _UNPINNED:
+            return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
     def reduce_values(self, values: Sequence[float], *, op: Reduction = "sum") -> list[float]:
         """Python numbers reduced over all members in float64, returned to every one."""
-        if self.world.size == 1:
+        if self.size == 1:
             return [float(value) for value in values]
-        tensor = self.place(torch.tensor(values, dtype=torch.float64))
+        tensor = self.to_device(torch.tensor(values, dtype=torch.float64))
         self.all_reduce(tensor, op=op)
         return [float(value) for value in tensor.tolist()]
+
+    def begin_sum(self, value: float) -> Callable[[], float]:
+        """Begins to sum a Python number over all members in float64; what it returns waits.
+
+        Where a backend moves memory of the host, the device has no part in it.
+        """
+        if self.size == 1:
+            return lambda: float(value)
+        tensor = self.to_device(torch.tensor([value], dtype=torch.float64))
+        work = self.all_reduce(tensor, async_op=True)
+        assert work is not None
+
+        def total() -> float:
+            work.wait()
+            return float(tensor.item())
+
+        return total
 
 
 def check_mean(tensor: Tensor, op: Reduction) -> None:

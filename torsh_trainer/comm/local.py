@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.comm.base import Communicator, Reduction, Work, check_mean
+from torsh_trainer.environments.world import ALONE, World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import ALONE, World
 
 
 class Done:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ from torsh_trainer.errors import Unsupported
 Reduce = Callable[[int, Tensor], "Work | None"]
 """(number of the bucket, its flat tensor) -> the sum over ranks in that tensor, under way."""
 
+PIECE_BYTES = 256 * 2**20
+"""Of what ranks are given at the start, at most so much is copied at a time."""
+
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 _living: weakref.WeakSet[BucketReducer] = weakref.WeakSet()
 
 
@@ -198,7 +202,7 @@ class BucketReducer:
             return self._known_nowhere
         unused = set(self.unused)
         used = torch.tensor([float(p not in unused) for p in self.parameters])
-        used = self._comm.place(used)
+        used = self._comm.to_device(used)
         self._comm.all_reduce(used, op="max")
         flags = used.tolist()
         nowhere = {p for p, flag in zip(self.parameters, flags, strict=True) if not flag}
@@ -225,7 +229,11 @@ class Bucket:
         self.parameters = tuple(parameters)
         self.lends = lends and dtype == parameters[0].dtype
         count = sum(p.numel() for p in parameters)
-        self.flat = comm.zeros(count, dtype).to(parameters[0].device)
+        memory, device = comm.shared_memory, parameters[0].device
+        if memory is None:
+            self.flat = torch.zeros(count, dtype=dtype, device=device)
+        else:
+            self.flat = memory.zeros(count, dtype).to(device)
         self.work: Work | None = None
         self._views: dict[nn.Parameter, Tensor] = {}
         offset = 0
@@ -281,9 +289,9 @@ def _comes_late(parameter: nn.Parameter) -> Unsupported:
     )
 
 
-def cut(parameters: Iterable[nn.Parameter], *, cap_bytes: int) -> list[list[nn.Parameter]]:
+def cut(parameters: Iterable[_Tensor], *, cap_bytes: int) -> list[list[_Tensor]]:
     """Consecutive parameters of one dtype and device, at most ``cap_bytes`` of them or one."""
-    groups: list[list[nn.Parameter]] = []
+    groups: list[list[_Tensor]] = []
     size = 0
     for parameter in parameters:
         first = groups[-1][0] if groups else None
@@ -299,16 +307,36 @@ def cut(parameters: Iterable[nn.Parameter], *, cap_bytes: int) -> list[list[nn.P
 
 
 def share(tensors: Iterable[Tensor], comm: Communicator) -> None:
-    """Rank 0's values in every rank's ``tensors``, in place; those of one dtype go together."""
+    """Rank 0's values in every rank's ``tensors``, in place; those of one dtype go together.
+
+    In pieces, so that a model needs no room for a second one: ``PIECE_BYTES`` at most, and none for
+    a large tensor that lies where ranks communicate.
+    """
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for alike in by_kind.values():
-        flat = comm.place(torch.cat([tensor.reshape(-1) for tensor in alike]))
-        comm.broadcast(flat, src=0)
-        sizes = [tensor.numel() for tensor in alike]
-        for tensor, part in zip(alike, flat.split(sizes), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        for group in cut(alike, cap_bytes=PIECE_BYTES):
+            if len(group) == 1:
+                _share_one(group[0], comm)
+            else:
+                _share_joined(group, comm)
+
+
+def _share_one(tensor: Tensor, comm: Communicator) -> None:
+    if not tensor.is_contiguous() or tensor.device != comm.device:
+        _share_joined([tensor], comm)
+        return
+    for part in tensor.view(-1).split(max(1, PIECE_BYTES // tensor.element_size())):
+        comm.broadcast(part, src=0)
+
+
+def _share_joined(tensors: Sequence[Tensor], comm: Communicator) -> None:
+    flat = comm.to_device(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    comm.broadcast(flat, src=0)
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
 def like(parameter: Tensor, part: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -20,14 +21,15 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from torsh_trainer import registry
-from torsh_trainer.comm.attendance import ranks_words
+from torsh_trainer.comm import devices
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.ending import destroy
 from torsh_trainer.comm.local import LocalCommunicator
-from torsh_trainer.comm.torch import TorchCommunicator, world_of
+from torsh_trainer.comm.torch import TorchCommunicator, moves_host_memory, world_of
+from torsh_trainer.comm.watchdog import ranks_words
+from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
-from torsh_trainer.world import Rendezvous, World
+from torsh_trainer.utils import registry
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,6 @@ log = logging.getLogger(__name__)
 # fit in the same processes), and its listening socket can be taken over only once.
 _stores: dict[tuple[str, int], Store] = {}
 _meetings: dict[tuple[str, int], Iterator[int]] = {}
-
 _UNKNOWN = "torch.distributed knows no backend"
 
 
@@ -60,24 +61,24 @@ def create(
     if dist.is_initialized():
         return _existing(world, options, device)
     if world.size == 1 and not process_group:
-        return LocalCommunicator(_bound(device, world), world=world)
-    device = _bound(device, world)
+        return LocalCommunicator(_bind_device(device, world), world=world)
+    device = _bind_device(device, world)
     _use_interface(options.network_interface)
     if store is None:
         store = _store(world, options)
     backend = _agree(store, world, options, device)
     _connect(store, world, options, device, backend)
-    return TorchCommunicator(world, device, dist.group.WORLD, timeout_s=options.timeout_s)
+    return _communicator(world, device, options, owned=True)
 
 
-def told(world: World, said: Any, options: CommOptions = CommOptions()) -> Any:
+def share_from_rank_zero(world: World, said: Any, options: CommOptions = CommOptions()) -> Any:
     """What rank 0 has ``said``, plain values, on every process; before they meet.
 
     Raises:
         ResourceError: rank 0 did not come.
     """
     store = _store(world, options)
-    if world.is_main:
+    if world.is_rank_zero:
         store.set("answer", json.dumps(said, default=str))
         return said
     return _answer(store, world, options)
@@ -102,25 +103,35 @@ def _existing(world: World, options: CommOptions, device: torch.device) -> Commu
         # Processes that a user's own script has started: only the group knows of the others.
         world = world_of(group, node=socket.gethostname(), source="process group")
         if device.type == "cuda":
-            device = torch.device("cuda", world.local_rank)
-    device = _bound(device, world)
-    return TorchCommunicator(world, device, group, timeout_s=options.timeout_s, owned=False)
+            device = torch.device("cuda", devices.choose_index(world))
+    device = _bind_device(device, world)
+    return _communicator(world, device, options, owned=False)
+
+
+def _communicator(
+    world: World, device: torch.device, options: CommOptions, *, owned: bool
+) -> TorchCommunicator:
+    """This job's, and beside a backend that moves no memory of the host (NCCL) gloo for numbers.
+
+    That is a group of its own, and not ``cpu:gloo,cuda:nccl`` for all: device meshes split NCCL's.
+    """
+    whole, limit, values = dist.group.WORLD, timedelta(seconds=options.timeout_s), None
+    if world.size > 1 and not moves_host_memory(whole) and dist.is_gloo_available():
+        with _connecting(world, "gloo", owned=owned):
+            values = dist.new_group(backend="gloo", timeout=limit)
+    return TorchCommunicator(
+        world, device, whole, timeout_s=options.timeout_s, owned=owned, values_group=values
+    )
 
 
 # -- device, interface, names ----------------------------------------------------------------------
 
 
-def _bound(device: torch.device, world: World) -> torch.device:
+def _bind_device(device: torch.device, world: World) -> torch.device:
     """``device`` with its number, made the current one: NCCL places its buffers there."""
     if device.type != "cuda":
         return device
-    index = world.local_rank if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {world.local_rank} wants GPU {index}, and this host shows "
-            f"{torch.cuda.device_count()}",
-            fix="start fewer processes (launcher.num_processes), or set trainer.device=cpu",
-        )
+    index = devices.choose_index(world) if device.index is None else device.index
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
@@ -141,14 +152,14 @@ def _use_interface(names: str | None) -> None:
     os.environ["NCCL_SOCKET_IFNAME"] = f"={names}"
 
 
-def _known() -> list[str]:
+def _known_backends() -> list[str]:
     """Backends that torch.distributed has a name for in this process."""
     return [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
 
 
 def lacking(backend: str, device: torch.device) -> str:
     """Why this process cannot use ``backend``; empty when it can."""
-    if backend not in _known():
+    if backend not in _known_backends():
         return f"{_UNKNOWN} {backend!r}"
     if backend == "nccl" and device.type != "cuda":
         return f"nccl moves CUDA tensors, and this process computes on {device.type}"
@@ -161,10 +172,10 @@ def lacking(backend: str, device: torch.device) -> str:
 
 def _unloadable(backend: str, world: World, store: Store) -> str:
     """Why the plugin that brings ``backend`` cannot serve here; empty when it can, or has none."""
-    if backend not in registry.backends():
+    if backend not in registry.BACKENDS:
         return ""
     try:
-        registry.load(registry.backends()[backend])(world, store)
+        registry.BACKENDS.load(backend)(world, store)
     except TorshError as error:
         return str(error)
     return ""
@@ -208,7 +219,7 @@ def forget(address: str, port: int) -> None:
 
 
 def _tcp_store(world: World, rendezvous: Rendezvous, options: CommOptions) -> Store:
-    serves = world.is_main and not rendezvous.hosted
+    serves = world.is_rank_zero and not rendezvous.hosted
     place = f"{rendezvous.address}:{rendezvous.port}"
     try:
         return TCPStore(
@@ -247,29 +258,32 @@ def _agree(store: Store, world: World, options: CommOptions, device: torch.devic
     MPI's library waits for every process as soon as it is initialised.
     """
     names = _candidates(options.backend)
-    lacks = {name: "" if name in registry.backends() else lacking(name, device) for name in names}
+    lacks = {name: "" if name in registry.BACKENDS else lacking(name, device) for name in names}
     note = {
         "wanted": options.backend,
         "device": device.type,
-        "plugins": [name for name in names if name in registry.backends()],
+        "gpu": devices.identify(device),
+        "plugins": [name for name in names if name in registry.BACKENDS],
         "lacks": lacks,
     }
-    answer = _decided(PrefixStore("known", store), note, world, options)
+    answer = _decide_backend(PrefixStore("known", store), note, world, options)
     if answer["loads"]:
         name = answer["backend"]
         lacks[name] = _unloadable(name, world, store) or lacking(name, device)
-        answer = _decided(PrefixStore("loaded", store), note, world, options)
+        answer = _decide_backend(PrefixStore("loaded", store), note, world, options)
     return str(answer["backend"])
 
 
-def _decided(
+def _decide_backend(
     store: Store, note: Mapping[str, Any], world: World, options: CommOptions
 ) -> dict[str, Any]:
     """Rank 0's answer to what all ranks have noted: the backend, and whether a plugin brings it."""
     store.set(f"rank {world.rank}", json.dumps(note))
-    if world.is_main:
+    if world.is_rank_zero:
         try:
             notes = _roll_call(store, world, options)
+            gpus = {rank: note["gpu"] for rank, note in notes.items()}
+            devices.check_apart(gpus, world, shares=options.backend == "gloo")
             backend = _choose(notes, options)
             loads = any(backend in each["plugins"] for each in notes.values())
             answer: dict[str, Any] = {"backend": backend, "loads": loads}
@@ -346,7 +360,7 @@ def _choose(notes: Mapping[int, Mapping[str, Any]], options: CommOptions) -> str
     if len(lacking) == len(notes) and next(iter(lacking.values())).startswith(_UNKNOWN):
         raise ConfigError(
             f"comm.backend={name} is unknown to torch.distributed",
-            fix=nearest(name, ["auto", *_known()]),
+            fix=nearest(name, ["auto", *_known_backends()]),
         )
     reason = f"{ranks_words(list(lacking))} cannot use {name}: {next(iter(lacking.values()))}"
     without_gloo = any(note["lacks"]["gloo"] for note in notes.values())
@@ -362,7 +376,8 @@ def _way_out(name: str, *, installed: bool) -> str:
     plugin = registry.DISTRIBUTIONS.get(("comm", name))
     if plugin and not installed:
         return f"pip install {plugin}, or {fallback}"
-    other = f", and another strategy than strategy={name}" if name in registry.STRATEGIES else ""
+    is_strategy = name in registry.STRATEGIES.builtin
+    other = f", and another strategy than strategy={name}" if is_strategy else ""
     return f"{fallback}, or choose comm=auto{other}"
 
 
@@ -370,7 +385,7 @@ def _connect(
     store: Store, world: World, options: CommOptions, device: torch.device, backend: str
 ) -> None:
     """Makes the process group, and proves that every process is in it."""
-    try:
+    with _connecting(world, backend):
         dist.init_process_group(
             backend,
             store=store,
@@ -383,8 +398,14 @@ def _connect(
             # Its error names the rank that is missing, where that of other collectives does not.
             wait = timedelta(seconds=min(options.startup_timeout_s, options.timeout_s))
             dist.monitored_barrier(timeout=wait, wait_all_ranks=True)
+
+
+@contextlib.contextmanager
+def _connecting(world: World, backend: str, *, owned: bool = True) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
-        if dist.is_initialized():
+        if owned and dist.is_initialized():
             destroy()
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise ResourceError(

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_trainer.comm import attendance
-from torsh_trainer.comm.base import Communicator, Parts, Reduction, Work, check_mean
-from torsh_trainer.comm.ending import destroy, settle
+from torsh_trainer.comm import watchdog
+from torsh_trainer.comm.base import Communicator, Reduction, Work, check_mean
+from torsh_trainer.comm.ending import abandon, destroy, settle
 from torsh_trainer.comm.failures import CommunicationError
+from torsh_trainer.comm.shared_memory import Parts, SharedMemory, SharesMemory
+from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.world import Rendezvous, World
 
 _OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -32,21 +33,22 @@ AVERAGING = ("nccl", "gloo", "mpi")
 atexit.register(settle)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Result = TypeVar("_Result")
 
 
 def _collective(method: _Method) -> _Method:
     """Gives an error from the network the rank and the operation that it belongs to."""
 
     @functools.wraps(method)
-    def named(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
+    def run_named(self: TorchCommunicator, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         except (TorshError, torch.OutOfMemoryError):  # a plugin's backend has words of ours
             raise
         except RuntimeError as error:
-            raise self._failed(method.__name__, error) from error
+            raise self._explain_failure(method.__name__, error) from error
 
-    return named  # type: ignore[return-value]
+    return run_named  # type: ignore[return-value]
 
 
 class TorchCommunicator(Communicator):
@@ -54,7 +56,8 @@ class TorchCommunicator(Communicator):
 
     ``owned`` says that closing this communicator destroys the group; a group that the user made
     is left alone. ``timeout_s`` is the limit of parts that are split off, and serves the words of
-    errors; the group itself has its own.
+    errors; the group itself has its own. ``values_group`` are the same members over gloo, for a
+    backend that moves no memory of the host (NCCL): Python numbers go there, past the device.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class TorchCommunicator(Communicator):
         timeout_s: float,
         owned: bool = True,
         whole: TorchCommunicator | None = None,
+        values_group: Any = None,
     ) -> None:
         self.world = world
         self.device = device
@@ -73,9 +77,17 @@ class TorchCommunicator(Communicator):
         self.backend = str(dist.get_backend(process_group)).lower()
         self._ranks = dist.get_process_group_ranks(process_group)
         self._timeout_s = timeout_s
+        self._values_group = values_group or process_group
+        on_host = moves_host_memory(self._values_group)
+        self._values_device = torch.device("cpu") if on_host else device
         self._owned = owned
         self._whole = whole
         self._closed = False
+        self._shared_memory = _memory_of(self)
+
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        return self._shared_memory
 
     # -- tensors --------------------------------------------------------------------------------
 
@@ -86,12 +98,12 @@ class TorchCommunicator(Communicator):
         check_mean(tensor, op)
         buffer = tensor.contiguous()
         work = dist.all_reduce(buffer, self._op(op), group=self.process_group, async_op=async_op)
-        return self._ended(work, lambda: self._finish(tensor, buffer, op))
+        return self._end_work(work, lambda: self._finish(tensor, buffer, op))
 
     @_collective
     def reduce(self, tensor: Tensor, *, dst: int, op: Reduction = "sum") -> None:
         check_mean(tensor, op)
-        receives = self.world.rank == dst
+        receives = self.rank == dst
         # gloo works in place on every member, so those who only give hand in a copy.
         buffer = tensor.contiguous() if receives else tensor.clone().contiguous()
         dist.reduce(buffer, self._global(dst), self._op(op), group=self.process_group)
@@ -104,7 +116,7 @@ class TorchCommunicator(Communicator):
         work = dist.broadcast(
             buffer, self._global(src), group=self.process_group, async_op=async_op
         )
-        return self._ended(work, lambda: _write_back(tensor, buffer))
+        return self._end_work(work, lambda: _write_back(tensor, buffer))
 
     @_collective
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -126,7 +138,7 @@ class TorchCommunicator(Communicator):
     @_collective
     def gather(self, tensor: Tensor, *, dst: int = 0) -> list[Tensor] | None:
         buffer = tensor.contiguous()
-        receives = self.world.rank == dst
+        receives = self.rank == dst
         gathered = [torch.empty_like(buffer) for _ in self._ranks] if receives else None
         dist.gather(buffer, gathered, dst=self._global(dst), group=self.process_group)
         return gathered
@@ -165,46 +177,33 @@ class TorchCommunicator(Communicator):
         dist.recv(buffer, self._other(src), group=self.process_group)
         _write_back(tensor, buffer)
 
-    @_collective
-    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        shared = getattr(self.process_group, "shared_zeros", None)
-        if shared is None or self.device.type != "cpu":
-            return super().zeros(count, dtype)
-        zeros: Tensor = shared(count, dtype)
-        return zeros
+    # -- Python numbers -------------------------------------------------------------------------
+
+    def reduce_values(self, values: Sequence[float], *, op: Reduction = "sum") -> list[float]:
+        if self.size == 1:
+            return [float(value) for value in values]
+        tensor, wait = self._begin_values(values, op)
+        wait()
+        return [float(value) for value in tensor.tolist()]
+
+    def begin_sum(self, value: float) -> Callable[[], float]:
+        if self.size == 1:
+            return lambda: float(value)
+        tensor, wait = self._begin_values([value], "sum")
+
+        def total() -> float:
+            wait()
+            return float(tensor.item())
+
+        return total
 
     @_collective
-    def shares(self, count: int) -> bool:
-        ask = getattr(self.process_group, "shares", None)
-        return ask is not None and self.device.type == "cpu" and bool(ask(count))
-
-    @_collective
-    def make_stage(self, count: int, dtype: torch.dtype) -> None:
-        make = getattr(self.process_group, "make_stage", None)
-        if make is not None and self.device.type == "cpu":
-            make(count, dtype)
-
-    @_collective
-    def parts(
-        self,
-        sizes: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        op: Literal["sum", "mean"] = "sum",
-    ) -> Parts | None:
-        make = getattr(self.process_group, "parts", None)
-        if make is None or self.device.type != "cpu":
-            return None
-        parts: Parts | None = make(sizes, dtype, self._op(op))
-        return parts
-
-    @_collective
-    def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        make = getattr(self.process_group, "shared_by_all", None)
-        if make is None or self.device.type != "cpu":
-            return None
-        common: Tensor | None = make(count, dtype)
-        return common
+    def _begin_values(
+        self, values: Sequence[float], op: Reduction
+    ) -> tuple[Tensor, Callable[[], Any]]:
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._values_device)
+        work = dist.all_reduce(tensor, self._op(op), group=self._values_group, async_op=True)
+        return tensor, _Pending(self, work, lambda: self._finish(tensor, tensor, op)).wait
 
     # -- control --------------------------------------------------------------------------------
 
@@ -223,7 +222,7 @@ class TorchCommunicator(Communicator):
 
     @_collective
     def all_gather_object(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world.size
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.process_group)
         return values
 
@@ -241,16 +240,36 @@ class TorchCommunicator(Communicator):
         for part in sorted(set(self.all_gather_object(mine))):
             made = dist.new_group(list(part), timeout=limit) if part else None
             group = made if part == mine else group
-        if dist.get_rank() not in mine:
-            return None
-        world = world_of(group, node=self.world.node_rank, source=self.world.source)
-        return TorchCommunicator(world, self.device, group, timeout_s=self._timeout_s, whole=self)
+        return None if dist.get_rank() not in mine else self.part_of(group)
+
+    def duplicate(self) -> Communicator:
+        if self._whole is None:
+            return super().duplicate()
+        same = self._whole.split(self._ranks)  # torch's number of a process is its rank there
+        assert same is not None
+        return same
+
+    def part_of(self, process_group: Any) -> TorchCommunicator:
+        world = world_of(process_group, node=self.world.node_rank, source=self.world.source)
+        return TorchCommunicator(
+            world, self.device, process_group, timeout_s=self._timeout_s, whole=self
+        )
 
     def close(self) -> None:
+        self._leave(destroy)
+
+    def abort(self) -> None:
+        self._leave(destroy if self.size == 1 else abandon)
+
+    def _leave(self, leave: Callable[[Any], None]) -> None:
         gone = self._closed or (self._whole is not None and self._whole._closed)
         self._closed = True
-        if self._owned and not gone and dist.is_initialized():
-            destroy(self.process_group)
+        if gone or not dist.is_initialized():
+            return
+        if self._owned:
+            leave(self.process_group)
+        elif self._values_group is not self.process_group:
+            leave(self._values_group)
 
     # -- words and details ----------------------------------------------------------------------
 
@@ -264,7 +283,7 @@ class TorchCommunicator(Communicator):
         return self._ranks[rank]
 
     def _other(self, rank: int) -> int:
-        if rank == self.world.rank:
+        if rank == self.rank:
             raise ConfigError(
                 f"rank {rank} cannot exchange a tensor with itself", fix="name another rank"
             )
@@ -275,18 +294,18 @@ class TorchCommunicator(Communicator):
 
     def _finish(self, tensor: Tensor, buffer: Tensor, op: Reduction) -> None:
         if op == "mean" and self.backend not in AVERAGING:
-            buffer.div_(self.world.size)
+            buffer.div_(self.size)
         _write_back(tensor, buffer)
 
-    def _ended(self, work: Any, finish: Callable[[], None]) -> Work | None:
+    def _end_work(self, work: Any, finish: Callable[[], None]) -> Work | None:
         if work is not None:
             return _Pending(self, work, finish)
         finish()
         return None
 
-    def _failed(self, operation: str, error: RuntimeError) -> CommunicationError:
+    def _explain_failure(self, operation: str, error: RuntimeError) -> CommunicationError:
         if self.world.elastic:  # processes may be gone, the one with the store too: ask nobody
-            rank = self.world.rank
+            rank = self.rank
             return CommunicationError(
                 f"{operation} failed on rank {rank} ({self.backend}): {error}",
                 fix="look for the rank that failed first, in its log",
@@ -294,7 +313,7 @@ class TorchCommunicator(Communicator):
                 operation=operation,
             )
         longer = f"more than comm.timeout_s={self._timeout_s:g}"
-        return attendance.explained(self.process_group, operation, error, longer=longer)
+        return watchdog.explain_failure(self.process_group, operation, error, longer=longer)
 
 
 class _Pending:
@@ -312,10 +331,55 @@ class _Pending:
         except (TorshError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            raise self._comm._failed("an asynchronous collective", error) from error
+            raise self._comm._explain_failure("an asynchronous collective", error) from error
         self._finish()
         self._finish = _nothing
         return True
+
+
+class _GroupMemory:
+    """The memory that members of a process group share, with our words for its errors."""
+
+    def __init__(self, comm: TorchCommunicator, memory: SharedMemory) -> None:
+        self._comm = comm
+        self._memory = memory
+
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return self._run("zeros", lambda: self._memory.zeros(count, dtype))
+
+    def shares(self, count: int) -> bool:
+        return self._run("shares", lambda: self._memory.shares(count))
+
+    def make_stage(self, count: int, dtype: torch.dtype) -> None:
+        self._run("make_stage", lambda: self._memory.make_stage(count, dtype))
+
+    def parts(
+        self, sizes: Sequence[int], dtype: torch.dtype, *, op: Literal["sum", "mean"] = "sum"
+    ) -> Parts | None:
+        return self._run("parts", lambda: self._memory.parts(sizes, dtype, op=op))
+
+    def common(self, count: int, dtype: torch.dtype) -> Tensor | None:
+        return self._run("common", lambda: self._memory.common(count, dtype))
+
+    def _run(self, name: str, work: Callable[[], _Result]) -> _Result:
+        try:
+            return work()
+        except (TorshError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            raise self._comm._explain_failure(name, error) from error
+
+
+def _memory_of(comm: TorchCommunicator) -> SharedMemory | None:
+    group = comm.process_group
+    if comm.device.type != "cpu" or not isinstance(group, SharesMemory):
+        return None
+    return _GroupMemory(comm, group.shared_memory)
+
+
+def moves_host_memory(process_group: Any) -> bool:
+    """Whether a group takes tensors of the CPU; NCCL's takes none."""
+    return torch.device("cpu") in process_group._device_types
 
 
 def world_of(

@@ -17,12 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from torsh_trainer.config import sources
 from torsh_trainer.config.command_line import CommandLine
-from torsh_trainer.config.overrides import Overrides, bare_key, parsed
+from torsh_trainer.config.overrides import Overrides, bare_key, parse_override
 from torsh_trainer.config.renamed import RENAMED, Table
-from torsh_trainer.config.roots import GROUPS, RECIPE, SETTINGS, Roots
+from torsh_trainer.config.roots import RECIPE, Roots
 from torsh_trainer.config.wording import COMPOSING, composing_error
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.masking import MASK, masked_text
+from torsh_trainer.utils.masking import MASK, mask_text
+from torsh_trainer.utils.registry import GROUPS, SETTINGS
 
 if TYPE_CHECKING:  # Hydra hands one out, and names its class nowhere public
     from hydra._internal.hydra import Hydra
@@ -42,7 +43,7 @@ class App:
         """The configuration with every group chosen and no knob set: the names that there are."""
         kept = []
         for text in self.overrides:
-            override = parsed(text)
+            override = parse_override(text)
             if "." in bare_key(text) or bare_key(text) in SETTINGS:
                 continue
             if override.is_sweep_override():
@@ -53,7 +54,7 @@ class App:
 
 
 @contextlib.contextmanager
-def opened(line: CommandLine, roots: Roots, *, renamed: Table = RENAMED) -> Iterator[App]:
+def open_app(line: CommandLine, roots: Roots, *, renamed: Table = RENAMED) -> Iterator[App]:
     """Hydra reading ``roots``, with the overrides of ``line`` checked.
 
     Its global state is put back afterwards.
@@ -80,11 +81,11 @@ def show(line: CommandLine, roots: Roots) -> int:
     Raises:
         ConfigError: the configuration cannot be composed.
     """
-    with opened(line, roots) as app:
+    with open_app(line, roots) as app:
         if line.shell_completion:
             app.hydra.shell_completion(CONFIG, app.overrides)
         elif line.info is not None:
-            with _masked_stdout():
+            with _mask_stdout():
                 app.hydra.show_info(line.info, CONFIG, app.overrides)
         else:
             _show_configuration(app, line)
@@ -94,7 +95,7 @@ def show(line: CommandLine, roots: Roots) -> int:
 def _show_configuration(app: App, line: CommandLine) -> None:
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), _masked_stdout():
+        with contextlib.redirect_stderr(said), _mask_stdout():
             app.hydra.show_cfg(CONFIG, app.overrides, str(line.show), line.package, line.resolve)
     except SystemExit as error:  # what Hydra does about a package that is not there
         raise ConfigError(
@@ -105,12 +106,12 @@ def _show_configuration(app: App, line: CommandLine) -> None:
 
 
 @contextlib.contextmanager
-def _masked_stdout() -> Iterator[None]:
+def _mask_stdout() -> Iterator[None]:
     """What is printed within the block goes out without secrets, and is YAML as before."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         yield
-    print(masked_text(shown.getvalue()).replace(f": {MASK}", f": '{MASK}'"), end="")
+    print(mask_text(shown.getvalue()).replace(f": {MASK}", f": '{MASK}'"), end="")
 
 
 def _run_name(choices: Mapping[str, Any]) -> str:

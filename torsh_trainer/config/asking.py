@@ -21,7 +21,7 @@ def answers(config: DictConfig) -> dict[str, Any]:
     return {name: _plain(parent[key]) for name, parent, key in _asking(config)}
 
 
-def marked(config: DictConfig) -> dict[str, Any]:
+def put_marks(config: DictConfig) -> dict[str, Any]:
     """Puts a mark wherever ``config`` asks; the marks, by place."""
     marks = {}
     for name, parent, key in list(_asking(config)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
-from torsh_trainer.config.roots import GROUPS, Roots
+from torsh_trainer.config.roots import Roots
+from torsh_trainer.utils.registry import GROUPS
 
 WIDTH = 100
 
@@ -60,8 +61,8 @@ def page(roots: Roots, verbs: Iterable[str]) -> str:
     other = [(name, options) for name, options in groups.items() if name not in GROUPS]
     sections = [
         USAGE.rstrip(),
-        _listed("Names", [("verbs", sorted(verbs)), ("+recipe=", list(roots.recipes()))]),
-        _listed("Groups and their options (GROUP=OPTION)", mine + other),
+        _format_list("Names", [("verbs", sorted(verbs)), ("+recipe=", list(roots.recipes()))]),
+        _format_list("Groups and their options (GROUP=OPTION)", mine + other),
         _table("Knobs, most used first (all of them: --cfg job)", KNOBS),
         _table("Flags", FLAGS),
         EXIT_CODES,
@@ -90,7 +91,7 @@ def recipes_wanted(roots: Roots) -> str:
     )
 
 
-def _listed(title: str, rows: list[tuple[str, list[str]]]) -> str:
+def _format_list(title: str, rows: list[tuple[str, list[str]]]) -> str:
     column = max(len(name) for name, _ in rows) + 2
     lines = [f"{title}:"]
     for name, options in rows:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from torsh_trainer.errors import Interrupted
-from torsh_trainer.signals import Signals
+from torsh_trainer.utils.signals import Signals
 
 _stopped: list[Interrupted] = []
 """What stopped a job of this process: it begins no other."""
@@ -53,7 +53,7 @@ def _hand_on(number: int) -> None:
             os.kill(child.pid or 0, number)
 
 
-def stopped() -> Interrupted | None:
+def earlier_stop() -> Interrupted | None:
     """What stopped an earlier job of this process."""
     return _stopped[0] if _stopped else None
 

@@ -19,17 +19,17 @@ from torsh_trainer import environments
 from torsh_trainer.checkpoint.store.lock import check_free
 from torsh_trainer.config import asking, interrupts, sweep, tracebacks
 from torsh_trainer.config.overrides import bare_key
-from torsh_trainer.config.roots import GROUPS, SETTINGS
 from torsh_trainer.config.wording import as_failure, plain
-from torsh_trainer.config.written import written
+from torsh_trainer.config.written import as_written
 from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
-from torsh_trainer.masking import masked, masked_override
 from torsh_trainer.rundir import RunDir
+from torsh_trainer.utils.masking import mask_override, mask_tree
+from torsh_trainer.utils.registry import GROUPS, SETTINGS
 
 HYDRA_FOLDER = ".hydra"
 
 
-class Run(Protocol):
+class RunFunction(Protocol):
     """Runs a resolved configuration; returns the content of result.json (assemble.run)."""
 
     def __call__(
@@ -46,7 +46,7 @@ class Run(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class HydraJob:
     """Runs one composed configuration, in the directory that Hydra chose for it.
 
     Hydra's launchers send it to other processes, so it holds plain values and ``run`` by name.
@@ -54,7 +54,7 @@ class Job:
     sweep over, ``recipes`` the names to offer.
     """
 
-    run: Run
+    run: RunFunction
     given: tuple[str, ...]
     fixed: frozenset[str]
     recipes: tuple[str, ...]
@@ -77,9 +77,9 @@ class Job:
 
     def follow(self, config: DictConfig) -> dict[str, Any]:
         """Runs as a process that writes nothing: another one leads the job."""
-        said = {} if HydraConfig.initialized() else asking.marked(config)
+        said = {} if HydraConfig.initialized() else asking.put_marks(config)
         settings = plain(config)
-        return self._run(settings, None, self.given, said, written(config, settings))
+        return self._run(settings, None, self.given, said, as_written(config, settings))
 
     def _lead(self, config: DictConfig, run_dir: Path) -> dict[str, Any]:
         """Runs as the process that speaks for the job."""
@@ -94,18 +94,18 @@ class Job:
         began, is_new = time.time(), not any(run_dir.glob("*"))
         try:
             _keep_composition(config, run_dir / HYDRA_FOLDER)
-            shown = written(config, settings)
-            return self._run(settings, run_dir, _overrides(), self._said(config), shown)
+            shown = as_written(config, settings)
+            return self._run(settings, run_dir, _overrides(), self._answer_others(config), shown)
         except Exception as error:
             failure = as_failure(error)
-            refused = is_new and _refused_in_a_folder_of_ours(failure, run_dir)
+            refused = is_new and _is_refusal_in_own_folder(failure, run_dir)
             if refused and RunDir(run_dir).take_back():
                 _remove_empty(run_dir.parent)
             else:
                 _leave_result(failure, run_dir, since=began)
             raise
 
-    def _said(self, config: DictConfig) -> dict[str, Any]:
+    def _answer_others(self, config: DictConfig) -> dict[str, Any]:
         """What the others of a cluster's processes, which Hydra does not run, ask this one."""
         found = environments.detect(os.environ)
         follows = HydraConfig.get().mode is RunMode.RUN and found is not None and found.size > 1
@@ -142,16 +142,16 @@ class Job:
 
     def _job_of_a_sweep(self, config: DictConfig, run_dir: Path) -> float | Exception | None:
         hydra = HydraConfig.get()
-        if interrupts.stopped():
+        if interrupts.earlier_stop():
             _remove_empty(run_dir)
-            return interrupts.stopped()
-        own = [masked_override(text) for text in _overrides() if bare_key(text) not in self.fixed]
+            return interrupts.earlier_stop()
+        own = [mask_override(text) for text in _overrides() if bare_key(text) not in self.fixed]
         print(f"job {hydra.job.num}: {' '.join(own)}", file=sys.stderr)
         found = environments.detect(os.environ)
         if found is not None and found.rank > 0:
             return objective(plain(config), self.follow(config))
         began = time.perf_counter()
-        record = sweep.Record(number=hydra.job.num, overrides=own, run_dir=str(run_dir))
+        record = sweep.JobRecord(number=hydra.job.num, overrides=own, run_dir=str(run_dir))
         try:
             settings = plain(config)
             value = objective(settings, self._lead(config, run_dir))
@@ -162,10 +162,10 @@ class Job:
             raise SystemExit(error.cause_exit_code) from error
         except Exception as error:  # noqa: BLE001 - the sweeper is told of it
             failure = _failure(error, config)
-            record.failed(failure, wall_s=time.perf_counter() - began).write()
+            record.with_error(failure, wall_s=time.perf_counter() - began).write()
             print(f"job {hydra.job.num} failed: {failure}", file=sys.stderr)
-            return sweep.told(failure, hydra.sweeper)
-        record.done(value, settings["trainer"], wall_s=time.perf_counter() - began).write()
+            return sweep.answer_sweeper(failure, hydra.sweeper)
+        record.with_result(value, settings["trainer"], wall_s=time.perf_counter() - began).write()
         return value
 
 
@@ -211,7 +211,7 @@ def _failure(error: Exception, config: DictConfig) -> TorshError:
     return failure
 
 
-def _refused_in_a_folder_of_ours(failure: TorshError, run_dir: Path) -> bool:
+def _is_refusal_in_own_folder(failure: TorshError, run_dir: Path) -> bool:
     """Whether the user's input was at fault, in a folder that nobody looks for.
 
     One that the command line names, or that belongs to a sweep, is where a program reads the error.
@@ -237,9 +237,11 @@ def _keep_composition(config: DictConfig, folder: Path) -> None:
     """What Hydra itself would keep, and ``rerun`` reads; written once the directory is ours."""
     hydra = OmegaConf.to_container(HydraConfig.instance().cfg or OmegaConf.create())
     folder.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(masked(OmegaConf.to_container(config))), folder / "config.yaml")
-    OmegaConf.save(OmegaConf.create(masked(hydra, text=masked_override)), folder / "hydra.yaml")
-    overrides = [masked_override(text) for text in _overrides()]
+    OmegaConf.save(
+        OmegaConf.create(mask_tree(OmegaConf.to_container(config))), folder / "config.yaml"
+    )
+    OmegaConf.save(OmegaConf.create(mask_tree(hydra, text=mask_override)), folder / "hydra.yaml")
+    overrides = [mask_override(text) for text in _overrides()]
     OmegaConf.save(OmegaConf.create(overrides), folder / "overrides.yaml")
 
 

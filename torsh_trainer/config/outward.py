@@ -10,7 +10,7 @@ from pathlib import Path
 from torsh_trainer.config import command_line
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import RECIPE, Roots, find_roots
-from torsh_trainer.config.verifying import composed
+from torsh_trainer.config.verifying import compose_line
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate import yaml_places
 from torsh_trainer.translate.deepspeed import versions
@@ -23,7 +23,7 @@ _CHOICE = "override /"
 
 
 @dataclass(frozen=True)
-class Asked:
+class OutwardRequest:
     """A recipe, where it is to go, and where the file and the report are to lie."""
 
     native: Native
@@ -32,7 +32,7 @@ class Asked:
     report: Path | None
 
 
-def asked(argv: Sequence[str]) -> Asked:
+def parse_request(argv: Sequence[str]) -> OutwardRequest:
     """What ``translate RECIPE --to ENGINE [overrides]`` asks for.
 
     Raises:
@@ -47,7 +47,7 @@ def asked(argv: Sequence[str]) -> Asked:
     line = command_line.parse([f"+{RECIPE}={known.recipe}", *overrides])
     if line.multirun or not line.trains or line.dry_run:
         raise ConfigError("translate writes a file", fix="leave -m, --cfg and --info out")
-    config = composed(line)
+    config = compose_line(line)
     file = _file(known.recipe, find_roots(line.config_dir))
     found = list(_set_by(yaml_places.parse(file.read_text("utf-8"), name=str(file))))
     given = {key: node.place for key, node in found}
@@ -58,7 +58,7 @@ def asked(argv: Sequence[str]) -> Asked:
     del given[RECIPE]
     version = versions.parse(known.source_version)
     native = Native(known.recipe, config, given, options, version)
-    return Asked(native, known.to, known.output, known.report)
+    return OutwardRequest(native, known.to, known.output, known.report)
 
 
 def _file(recipe: str, roots: Roots) -> Path:
@@ -106,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "--source-version",
         default="newest",
         metavar="VERSION",
-        help=f"of DeepSpeed, for which it writes; default: {versions.shown(versions.NEWEST)}",
+        help=f"of DeepSpeed, for which it writes; default: "
+        f"{versions.format_version(versions.NEWEST)}",
     )
     return parser

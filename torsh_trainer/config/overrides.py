@@ -26,12 +26,13 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from torsh_trainer import registry
 from torsh_trainer.config import own_nodes
 from torsh_trainer.config.command_line import CommandLine
 from torsh_trainer.config.renamed import Table, today
-from torsh_trainer.config.roots import FREE, GROUPS, RECIPE, SETTINGS, YAML, Roots
+from torsh_trainer.config.roots import FREE, RECIPE, YAML, Roots
 from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.utils import registry
+from torsh_trainer.utils.registry import GROUPS, SETTINGS
 
 HYDRA_GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/help", "hydra/env", "hydra/output")
 FOR_SWEEPS = ("hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher")
@@ -72,14 +73,14 @@ class Overrides:
             ConfigError: one of them cannot mean anything; the nearest names are offered.
         """
         keys = {bare_key(text) for text in self.line.overrides}
-        values = [parsed(text) for text in self.line.overrides]
+        values = [parse_override(text) for text in self.line.overrides]
         placed = own_nodes.places([(o.key_or_group, o.value()) for o in values])
         chosen = {o.key_or_group for o in values if not isinstance(o.value(), dict)}
         prepared = [self._prepare(text, keys, placed) for text in self.line.overrides]
-        return own_nodes.left_out(placed, chosen) + prepared
+        return own_nodes.remove_replaced(placed, chosen) + prepared
 
     def _prepare(self, text: str, keys: set[str], placed: set[str]) -> str:
-        override = parsed(text)
+        override = parse_override(text)
         if override.is_sweep_override() and not self.line.multirun:
             raise _several_values(override)
         key = override.key_or_group
@@ -161,13 +162,13 @@ class Overrides:
                 fix="correct the name",
             ) from error
         if file is not None:
-            return _quoted(file.as_posix())
+            return _quote_value(file.as_posix())
         name = name.removesuffix(".yaml")
         folder, _, stem = name.rpartition("/")
         if stem not in self._groups.get(f"{group}/{folder}".rstrip("/"), ()):
             fix = self._beside(group, name) or self._offer(group, name)
             raise ConfigError(f"unknown {group} {name!r}", fix=fix, group=group, name=name)
-        return _quoted(name)
+        return _quote_value(name)
 
     def _beside(self, group: str, name: str) -> str:
         """What to type for an option that lies in the current directory; nothing if none does."""
@@ -242,7 +243,7 @@ class Overrides:
 
 
 @functools.lru_cache(maxsize=4096)
-def parsed(text: str) -> Override:
+def parse_override(text: str) -> Override:
     """One override.
 
     Raises:
@@ -313,7 +314,7 @@ def _looks_like_a_path(value: Any) -> bool:
     return isinstance(value, str) and value.endswith(YAML)
 
 
-def _quoted(text: str) -> str:
+def _quote_value(text: str) -> str:
     """``text`` as one value, quoted where the grammar of overrides needs it."""
     plain = all(char.isalnum() or char in "_-./" for char in text) and not text[0].isdigit()
     return text if plain else QuotedString(text, Quote.single).with_quotes()

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.config.roots import GROUPS
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.utils.registry import GROUPS
 
 TARGET = "_target_"
 ONE_CLASS = ("task", "model", "data", "strategy")
@@ -22,7 +22,7 @@ LISTENERS = ("callbacks", "logger")
 """Groups of several nodes, each of which can be switched off."""
 
 
-def completed(content: dict[str, Any], *, package: str, path: Path) -> dict[str, Any]:
+def complete_node(content: dict[str, Any], *, package: str, path: Path) -> dict[str, Any]:
     """A recipe or an option file, with what goes with the classes that it names.
 
     ``package`` is where it stands in the configuration, empty for a recipe; ``path`` is for
@@ -59,7 +59,7 @@ def places(overrides: Iterable[tuple[str, Any]]) -> set[str]:
     return {place for place in found if place.partition(".")[0] in GROUPS}
 
 
-def left_out(placed: set[str], chosen: set[str]) -> list[str]:
+def remove_replaced(placed: set[str], chosen: set[str]) -> list[str]:
     """Overrides that take away the options in whose stead a command line names classes."""
     return [f"~{group}" for group in ONE_CLASS if group in placed and group not in chosen]
 

@@ -12,11 +12,11 @@ from torsh_trainer.config import command_line
 from torsh_trainer.config.job import import_paths
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import RECIPE
-from torsh_trainer.config.verifying import GROUP, OWN, composed, text_of
+from torsh_trainer.config.verifying import GROUP, OWN, compose_line, text_of
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.translate.command import asked_of
+from torsh_trainer.translate.base import TranslationRequest
+from torsh_trainer.translate.command import request_of
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
-from torsh_trainer.translate.engines import Asked
 
 FLAG = "--source"
 _STRATEGIES = "strategies"
@@ -27,7 +27,7 @@ class Proof:
     """A file that is translated and tried, and the overrides around it."""
 
     source: Path
-    asked: Asked
+    asked: TranslationRequest
     line: command_line.CommandLine
 
     @property
@@ -59,14 +59,14 @@ class Proof:
         user = [text for text in self.line.overrides if bare_key(text) != RECIPE]
         said = [f"{_adding(key)}{key}={text_of(value)}" for key, value in values.items()]
 
-        def chosen(text: str) -> bool:
+        def is_choice(text: str) -> bool:
             return bare_key(text).partition(".")[0] in choices
 
-        around = [f"+{GROUP}=default", *recipe, *(t for t in [*said, *user] if not chosen(t))]
+        around = [f"+{GROUP}=default", *recipe, *(t for t in [*said, *user] if not is_choice(t))]
         own = [f"{group}={option}" for group, option in choices.items()]
-        own += [text for text in [*said, *user] if chosen(text)]
-        config = composed(self.line.with_overrides(around))
-        translated = composed(self.line.with_overrides(own))
+        own += [text for text in [*said, *user] if is_choice(text)]
+        config = compose_line(self.line.with_overrides(around))
+        translated = compose_line(self.line.with_overrides(own))
         return {**config, **{group: translated[group] for group in choices}}
 
 
@@ -98,7 +98,7 @@ def proof(argv: Sequence[str]) -> Proof:
                 raise ConfigError(f"{text} means nothing to verify", fix=reason)
     return Proof(
         known.source,
-        asked_of(known),
+        request_of(known),
         line,
     )
 

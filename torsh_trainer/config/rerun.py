@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 from hydra import compose
 
-from torsh_trainer.config.app import CONFIG, opened
+from torsh_trainer.config.app import CONFIG, open_app
 from torsh_trainer.config.command_line import CommandLine
 from torsh_trainer.config.job import import_paths
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.roots import RECIPE, YAML, find_roots
 from torsh_trainer.config.wording import plain
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.files import disk_error, parse_yaml
-from torsh_trainer.masking import MASK, masked_override
+from torsh_trainer.utils.files import disk_error, parse_yaml
+from torsh_trainer.utils.masking import MASK, mask_override
 
 USAGE = "write rerun RUN_DIRECTORY [OVERRIDE ...]"
 _RESUME = "checkpoint.resume"
@@ -48,7 +48,7 @@ def command_line(line: CommandLine) -> CommandLine:
         raise ConfigError("rerun repeats a run, and none is named", fix=USAGE)
     run, *later = line.overrides
     earlier = _overrides(Path(run))
-    overrides = merged(earlier, later)
+    overrides = merge_overrides(earlier, later)
     for text in overrides:
         _check_known(text, Path(run))
         _check_file(text, Path(run))
@@ -57,7 +57,7 @@ def command_line(line: CommandLine) -> CommandLine:
 
 
 @contextlib.contextmanager
-def explained(line: CommandLine) -> Iterator[None]:
+def explain_unknown_knob(line: CommandLine) -> Iterator[None]:
     """Around the repeated run: an unknown knob that the earlier run set is said to be one."""
     try:
         yield
@@ -72,7 +72,7 @@ def explained(line: CommandLine) -> Iterator[None]:
         ) from error
 
 
-class Preview(Protocol):
+class PreviewFunction(Protocol):
     """What a resolved configuration would take from a checkpoint (assemble.preview)."""
 
     def __call__(
@@ -85,7 +85,7 @@ class Preview(Protocol):
     ) -> tuple[str, bool]: ...
 
 
-def dry_run(line: CommandLine, *, preview: Preview, env: Mapping[str, str]) -> int:
+def dry_run(line: CommandLine, *, preview: PreviewFunction, env: Mapping[str, str]) -> int:
     """Says what the repeated run would take from a checkpoint of the first; returns the exit code.
 
     That is the newest one of the run, unless an override of ``line`` names another.
@@ -98,7 +98,7 @@ def dry_run(line: CommandLine, *, preview: Preview, env: Mapping[str, str]) -> i
     again = command_line(line)
     run, *later = line.overrides
     named = _RESUME in map(bare_key, later)
-    with opened(again, find_roots(again.config_dir)) as app:
+    with open_app(again, find_roots(again.config_dir)) as app:
         config = plain(compose(CONFIG, app.overrides))
     begins = _begins(config)
     if not named:
@@ -107,7 +107,7 @@ def dry_run(line: CommandLine, *, preview: Preview, env: Mapping[str, str]) -> i
         config, run_dir=Path(run), env=env, import_paths=import_paths(again.config_dir)
     )
     if not named:
-        what = shlex.join(["rerun", run, *map(masked_override, later)])
+        what = shlex.join(["rerun", run, *map(mask_override, later)])
         print(f"{what} {begins}, in a new directory.")
         print(f"{what} {_RESUME}={shlex.quote(run)} goes on from its newest checkpoint:\n")
     print(text)
@@ -119,7 +119,7 @@ def _begins(config: Mapping[str, Any]) -> str:
     return "begins at step 0" if resume in ("auto", "never") else f"goes on from {resume} again"
 
 
-def merged(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
+def merge_overrides(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
     """Both lists of overrides, without the earlier ones that a later one replaces."""
     replaced = {bare_key(text) for text in later}
     kept = [text for text in earlier if bare_key(text) not in replaced]
@@ -129,7 +129,7 @@ def merged(earlier: Sequence[str], later: Sequence[str]) -> list[str]:
     ]
 
 
-def _saved(run: Path, name: str) -> Any:
+def _read_saved(run: Path, name: str) -> Any:
     path = run / ".hydra" / name
     try:
         if not run.is_dir():
@@ -139,7 +139,7 @@ def _saved(run: Path, name: str) -> Any:
     except OSError as error:
         raise disk_error(error, "read", path) from error
     except ValueError as error:  # a UnicodeDecodeError among them
-        raise _damaged(path) from error
+        raise _damage_error(path) from error
     raise ConfigError(
         f"{run} is no run of this command line: it has no .hydra/{name}",
         fix="give the directory that a run printed, such as runs/digits/2031-01-31_18-30-05",
@@ -158,13 +158,13 @@ def _check_known(text: str, run: Path) -> None:
 
 def _overrides(run: Path) -> list[str]:
     """What the earlier run was started with."""
-    found = _saved(run, "overrides.yaml")
+    found = _read_saved(run, "overrides.yaml")
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise _damaged(run / ".hydra" / "overrides.yaml")
+        raise _damage_error(run / ".hydra" / "overrides.yaml")
     return found
 
 
-def _damaged(path: Path) -> ConfigError:
+def _damage_error(path: Path) -> ConfigError:
     return ConfigError(
         f"{path} is not as Hydra wrote it",
         fix="put it right, or write the command line anew: provenance.json has it",
@@ -188,10 +188,10 @@ def _config_dir(run: Path) -> str | None:
     try:
         sources = [
             {name: str(source[name]) for name in ("provider", "schema", "path")}
-            for source in _saved(run, "hydra.yaml")["hydra"]["runtime"]["config_sources"]
+            for source in _read_saved(run, "hydra.yaml")["hydra"]["runtime"]["config_sources"]
         ]
     except (LookupError, TypeError) as error:
-        raise _damaged(run / ".hydra" / "hydra.yaml") from error
+        raise _damage_error(run / ".hydra" / "hydra.yaml") from error
     for source in sources:
         if source["provider"] == "command-line" and source["schema"] == "torsh-conf":
             if not Path(source["path"]).is_dir():

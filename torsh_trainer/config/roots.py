@@ -10,34 +10,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from torsh_trainer import registry
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.utils import registry
 
 RECIPE = "recipe"
 """The group of recipes: ``+recipe=NAME``."""
 
 YAML = (".yaml", ".yml")
-
-GROUPS = (
-    "trainer",
-    "task",
-    "model",
-    "data",
-    "optimizer",
-    "schedule",
-    "strategy",
-    "comm",
-    "precision",
-    "compression",
-    "launcher",
-    "checkpoint",
-    "callbacks",
-    "logger",
-)
-"""The groups of conf/config.yaml."""
-
-SETTINGS = ("debug", "log_level", "vars")
-"""What stands beside the groups."""
 
 FREE = "vars"
 """The setting that takes any key."""

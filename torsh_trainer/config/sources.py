@@ -17,7 +17,7 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from torsh_trainer.config.own_nodes import completed
+from torsh_trainer.config.own_nodes import complete_node
 from torsh_trainer.config.renamed import RENAMED, Table, rename_in
 from torsh_trainer.config.roots import RECIPE, YAML, Root, Roots
 from torsh_trainer.errors import ConfigError
@@ -45,7 +45,7 @@ class YamlSource(ConfigSource):
         content = _parse(text, path)
         package = package.removeprefix("_global_")
         rename_in(content, self.renamed, package=package, path=path)
-        content = completed(content, package=package, path=path)
+        content = complete_node(content, package=package, path=path)
         return ConfigResult(
             config=OmegaConf.create(content),
             path=str(path),
@@ -80,7 +80,7 @@ class FolderSource(YamlSource):
         folder = Path(self.path, config_path)
         groups = [path.name for path in folder.iterdir() if path.is_dir()]
         configs = [path.stem for path in folder.glob("*.yaml")]
-        return _filtered(groups, configs, results_filter)
+        return _filter_names(groups, configs, results_filter)
 
 
 class RecipeSource(YamlSource):
@@ -100,9 +100,9 @@ class RecipeSource(YamlSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         if config_path == "":
-            return _filtered([RECIPE], [], results_filter)
+            return _filter_names([RECIPE], [], results_filter)
         names = [path.parent.name for path in Path(self.path).glob("*/recipe.yaml")]
-        return _filtered([], names, results_filter)
+        return _filter_names([], names, results_filter)
 
 
 class PathSource(YamlSource):
@@ -159,7 +159,7 @@ def register(roots: Roots, *, renamed: Table = RENAMED) -> None:
     YamlSource.renamed = renamed
 
 
-def _filtered(groups: list[str], configs: list[str], wanted: ObjectType | None) -> list[str]:
+def _filter_names(groups: list[str], configs: list[str], wanted: ObjectType | None) -> list[str]:
     names = [] if wanted is ObjectType.CONFIG else groups
     return sorted({*names, *([] if wanted is ObjectType.GROUP else configs)})
 

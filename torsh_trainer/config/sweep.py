@@ -23,8 +23,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.files import write_file
-from torsh_trainer.masking import masked, masked_override, masked_text
+from torsh_trainer.utils.files import write_file
+from torsh_trainer.utils.masking import mask_override, mask_text, mask_tree
 
 RECORD = Path(".hydra", "job.json")
 TABLE = "sweep.csv"
@@ -33,7 +33,7 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
-class Record:
+class JobRecord:
     """The outcome of one job: ``objective`` is None when it failed or has none."""
 
     number: int
@@ -46,7 +46,9 @@ class Record:
     exit_code: int = 0
     wall_s: float = 0.0
 
-    def done(self, objective: float | None, trainer: Mapping[str, Any], *, wall_s: float) -> Record:
+    def with_result(
+        self, objective: float | None, trainer: Mapping[str, Any], *, wall_s: float
+    ) -> JobRecord:
         """This job as it ended well; ``trainer`` are the knobs that name the objective."""
         return replace(
             self,
@@ -56,10 +58,10 @@ class Record:
             wall_s=wall_s,
         )
 
-    def failed(self, error: TorshError, *, wall_s: float) -> Record:
+    def with_error(self, error: TorshError, *, wall_s: float) -> JobRecord:
         """This job as it failed."""
         code = getattr(error, "cause_exit_code", error.exit_code)
-        words = masked_text(str(error))
+        words = mask_text(str(error))
         return replace(self, error=words, exit_code=code, wall_s=wall_s)
 
     def write(self) -> None:
@@ -89,22 +91,22 @@ def mask_composition(folder: Path) -> None:
     path = folder / "multirun.yaml"
     if path.is_file():
         content = OmegaConf.to_container(OmegaConf.load(path))
-        shown = masked(content, text=masked_override)
+        shown = mask_tree(content, text=mask_override)
         if shown != content:
             write_file(path, OmegaConf.to_yaml(OmegaConf.create(shown)).encode())
 
 
 @dataclass
-class Outcome:
+class SweepOutcome:
     """How a sweep ended: 0, or the exit code of its first failed job."""
 
     exit_code: int = 0
 
 
 @contextlib.contextmanager
-def reported(mode: Mode | None = None) -> Iterator[Outcome]:
+def report_sweep(mode: Mode | None = None) -> Iterator[SweepOutcome]:
     """Around a sweep: writes its table, however it ends. ``mode`` None: what the jobs say."""
-    outcome, began = Outcome(), time.time()
+    outcome, began = SweepOutcome(), time.time()
     failure = None
     try:
         yield outcome
@@ -116,8 +118,8 @@ def reported(mode: Mode | None = None) -> Iterator[Outcome]:
         ]
         if records:
             folder = SweepCallback.folders[-1]
-            write_csv(ranked(records, mode), folder / TABLE)
-            print_table(ranked(records, mode), folder)
+            write_csv(rank_jobs(records, mode), folder / TABLE)
+            print_table(rank_jobs(records, mode), folder)
         SweepCallback.folders.clear()
         outcome.exit_code = next((record.exit_code for record in records if record.error), 0)
     # A sweeper that is left without any result gives up in words of its own.
@@ -125,21 +127,21 @@ def reported(mode: Mode | None = None) -> Iterator[Outcome]:
         raise failure
 
 
-def read(folder: Path, *, since: float = 0.0) -> list[Record]:
+def read(folder: Path, *, since: float = 0.0) -> list[JobRecord]:
     """The outcomes of the jobs in ``folder`` that ended after the time ``since``."""
     files = [path for path in folder.rglob(str(RECORD)) if path.stat().st_mtime >= since]
-    return by_number([Record(**json.loads(path.read_text(encoding="utf-8"))) for path in files])
+    return by_number([JobRecord(**json.loads(path.read_text(encoding="utf-8"))) for path in files])
 
 
-def by_number(records: Sequence[Record]) -> list[Record]:
+def by_number(records: Sequence[JobRecord]) -> list[JobRecord]:
     """In the order in which the jobs were started."""
     return sorted(records, key=lambda record: record.number)
 
 
-def ranked(records: Sequence[Record], mode: Mode | None = None) -> list[Record]:
+def rank_jobs(records: Sequence[JobRecord], mode: Mode | None = None) -> list[JobRecord]:
     """Best objective first; then jobs without one; then those that failed."""
 
-    def key(record: Record) -> tuple[int, float, int]:
+    def key(record: JobRecord) -> tuple[int, float, int]:
         if record.objective is None or math.isnan(record.objective):
             return (2 if record.error else 1, 0.0, record.number)
         largest_first = (mode or record.mode) == "max"
@@ -148,9 +150,9 @@ def ranked(records: Sequence[Record], mode: Mode | None = None) -> list[Record]:
     return sorted(records, key=key)
 
 
-def write_csv(records: Sequence[Record], path: Path) -> None:
+def write_csv(records: Sequence[JobRecord], path: Path) -> None:
     """One row a job, in the order given: objective, status, what it overrode, where it lies."""
-    keys = overridden(records)
+    keys = find_overridden(records)
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(
@@ -171,13 +173,13 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
             )
 
 
-def print_table(records: Sequence[Record], folder: Path) -> None:
+def print_table(records: Sequence[JobRecord], folder: Path) -> None:
     """The same for the eye, then the failures in full."""
     # Imported late: a single run, which also loads this module, need not wait for it.
     from rich.console import Console
     from rich.table import Table
 
-    keys = overridden(records)
+    keys = find_overridden(records)
     table = Table(title=f"{len(records)} jobs", title_justify="left")
     for name in ("job", _objective_name(records), *_short(keys)):
         table.add_column(name, justify="right" if name == "job" else "left", overflow="fold")
@@ -185,7 +187,7 @@ def print_table(records: Sequence[Record], folder: Path) -> None:
     for record in records:
         values = assignments(record)
         shown = "failed" if record.error else _number(record.objective)
-        cells = [_shortened(values.get(key, "")) for key in keys]
+        cells = [_shorten_number(values.get(key, "")) for key in keys]
         table.add_row(
             str(record.number),
             shown,
@@ -208,18 +210,18 @@ def print_table(records: Sequence[Record], folder: Path) -> None:
     console.print(f"{shortest(folder)}/{TABLE}", soft_wrap=True, highlight=False)
 
 
-def overridden(records: Sequence[Record]) -> list[str]:
+def find_overridden(records: Sequence[JobRecord]) -> list[str]:
     """Every key that some job overrides, in order of appearance."""
     return list(dict.fromkeys(key for record in records for key in assignments(record)))
 
 
-def assignments(record: Record) -> dict[str, str]:
+def assignments(record: JobRecord) -> dict[str, str]:
     """Key -> value of a job's overrides; a file is shown by its name."""
     pairs = (text.lstrip("+").partition("=") for text in record.overrides)
     return {key: value for key, _, value in pairs}
 
 
-def completed(sweeper: DictConfig, overrides: Sequence[str], mode: Mode) -> list[str]:
+def complete_sweeper(sweeper: DictConfig, overrides: Sequence[str], mode: Mode) -> list[str]:
     """Overrides that make ``sweeper`` agree with our objective, where the user left them out.
 
     Optuna is told the direction, and goes on after a failed job.
@@ -250,7 +252,7 @@ def direction(sweeper: DictConfig) -> Mode | None:
     return None if chosen is None else "max" if name.startswith("max") else "min"
 
 
-def told(failure: TorshError, sweeper: DictConfig) -> float | TorshError:
+def answer_sweeper(failure: TorshError, sweeper: DictConfig) -> float | TorshError:
     """What a job that failed gives its sweeper: NaN, or to Optuna what is no number.
 
     Where Optuna is to end after too many failures, it has to be raised.
@@ -283,7 +285,7 @@ def shortest(path: Path) -> str:
     return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
-def _objective_name(records: Sequence[Record]) -> str:
+def _objective_name(records: Sequence[JobRecord]) -> str:
     names = {record.objective_name or "train_loss" for record in records if not record.error}
     return names.pop() if len(names) == 1 else "objective"
 
@@ -294,7 +296,7 @@ def _short(keys: Sequence[str]) -> list[str]:
     return [short if last.count(short) == 1 else key for key, short in zip(keys, last, strict=True)]
 
 
-def _shortened(value: str) -> str:
+def _shorten_number(value: str) -> str:
     """A sampled number in six digits; sweep.csv has them all."""
     try:
         return f"{float(value):.6g}" if len(value) > 8 else value

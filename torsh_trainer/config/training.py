@@ -10,18 +10,18 @@ from hydra.types import RunMode
 
 from torsh_trainer import environments
 from torsh_trainer.config import sweep
-from torsh_trainer.config.app import CONFIG, App, opened
+from torsh_trainer.config.app import CONFIG, App, open_app
 from torsh_trainer.config.command_line import CommandLine
 from torsh_trainer.config.interrupts import jobs_save_first
-from torsh_trainer.config.job import Job, Run
-from torsh_trainer.config.overrides import bare_key, parsed
+from torsh_trainer.config.job import HydraJob, RunFunction
+from torsh_trainer.config.overrides import bare_key, parse_override
 from torsh_trainer.config.roots import Roots
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.rundir.output import outliving_stdout
-from torsh_trainer.signals import ends_with_its_run
+from torsh_trainer.utils.signals import ends_with_its_run
 
 
-def train(line: CommandLine, roots: Roots, *, run: Run, env: Mapping[str, str]) -> int:
+def train(line: CommandLine, roots: Roots, *, run: RunFunction, env: Mapping[str, str]) -> int:
     """Trains or sweeps as ``line`` says; returns the exit code.
 
     Of the processes that a cluster has started, only the one that speaks for the job makes
@@ -39,12 +39,14 @@ def train(line: CommandLine, roots: Roots, *, run: Run, env: Mapping[str, str]) 
         )
     if found is not None and not line.multirun:
         ends_with_its_run()
-    with outliving_stdout(), opened(line, roots) as app:
-        job = Job(
+    with outliving_stdout(), open_app(line, roots) as app:
+        job = HydraJob(
             run=run,
             given=tuple(app.overrides),
             fixed=frozenset(
-                bare_key(text) for text in app.overrides if not parsed(text).is_sweep_override()
+                bare_key(text)
+                for text in app.overrides
+                if not parse_override(text).is_sweep_override()
             ),
             recipes=tuple(roots.recipes()),
             config_dir=line.config_dir and str(Path(line.config_dir).absolute()),
@@ -60,15 +62,17 @@ def train(line: CommandLine, roots: Roots, *, run: Run, env: Mapping[str, str]) 
         return 0
 
 
-def _sweep(app: App, job: Job) -> int:
+def _sweep(app: App, job: HydraJob) -> int:
     overrides = [*app.overrides, "hydra.mode=MULTIRUN"]
     config = app.hydra.compose_config(CONFIG, overrides, RunMode.MULTIRUN)
     given = any(bare_key(text) == "hydra.sweeper.direction" for text in overrides)
     mode = sweep.direction(config.hydra.sweeper) if given else None
-    overrides += sweep.completed(config.hydra.sweeper, overrides, config.trainer.objective_mode)
+    overrides += sweep.complete_sweeper(
+        config.hydra.sweeper, overrides, config.trainer.objective_mode
+    )
     launcher = config.hydra.launcher
     with (
-        sweep.reported(mode) as outcome,
+        sweep.report_sweep(mode) as outcome,
         sweep.without_trials_of_optuna(),
         jobs_save_first(launcher),
     ):

@@ -8,14 +8,14 @@ from typing import Any
 
 from hydra import compose
 
-from torsh_trainer import registry
-from torsh_trainer.config.app import CONFIG, opened
+from torsh_trainer.config.app import CONFIG, open_app
 from torsh_trainer.config.command_line import CommandLine
 from torsh_trainer.config.job import import_paths
-from torsh_trainer.config.overrides import bare_key, parsed
+from torsh_trainer.config.overrides import bare_key, parse_override
 from torsh_trainer.config.roots import RECIPE, find_roots
 from torsh_trainer.config.wording import plain
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.utils import registry
 
 GROUP = "verify"
 HELP = """\
@@ -84,7 +84,7 @@ class Verification:
         own = [f"{_key(name)}={text_of(value)}" for name, value in knobs.items()]
         line = self.line.with_overrides([*self.line.overrides, f"strategy={strategy}", *own])
         try:
-            config = composed(line)
+            config = compose_line(line)
         except ConfigError as error:
             wanted = (error.facts.get("group"), error.facts.get("name"))
             if wanted in registry.DISTRIBUTIONS:
@@ -102,7 +102,7 @@ def verification(line: CommandLine) -> Verification:
     """
     if line.multirun or not line.trains or line.dry_run:
         raise ConfigError("verify trains and compares", fix="leave -m, --cfg and --info out")
-    overrides = [_spelled_out(text) for text in line.overrides]
+    overrides = [_spell_out(text) for text in line.overrides]
     for text in overrides:
         key = bare_key(text)
         for name, reason in OWN.items():
@@ -117,21 +117,21 @@ def verification(line: CommandLine) -> Verification:
         )
     line = line.with_overrides([f"+{GROUP}=default", *overrides])
     recipe = named[-1].partition("=")[2] if named else ""
-    return Verification(line, recipe, composed(line)[GROUP])
+    return Verification(line, recipe, compose_line(line)[GROUP])
 
 
-def composed(line: CommandLine) -> dict[str, Any]:
+def compose_line(line: CommandLine) -> dict[str, Any]:
     """The resolved configuration of a command line."""
-    with opened(line, find_roots(line.config_dir)) as app:
+    with open_app(line, find_roots(line.config_dir)) as app:
         return plain(compose(CONFIG, app.overrides))
 
 
-def _spelled_out(text: str) -> str:
+def _spell_out(text: str) -> str:
     """``strategies=`` under its whole name; a list without brackets is no sweep."""
     if bare_key(text) != "strategies":
         return text
     value = text.partition("=")[2]
-    if parsed(text).is_sweep_override():
+    if parse_override(text).is_sweep_override():
         raise ConfigError(f"{text} is no list", fix=f"write strategies=[{value}]")
     if not value.startswith("["):
         value = f"[{value}]" if value else "[]"

@@ -22,11 +22,12 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from torsh_trainer import registry
-from torsh_trainer.config.roots import GROUPS, RECIPE
+from torsh_trainer.config.roots import RECIPE
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError, nearest
-from torsh_trainer.files import disk_error
-from torsh_trainer.user_code import place_of, words_of
+from torsh_trainer.utils import registry
+from torsh_trainer.utils.files import disk_error
+from torsh_trainer.utils.registry import GROUPS
+from torsh_trainer.utils.user_code import place_of, words_of
 
 Compose = Callable[[], DictConfig]
 """Composes the configuration with every group chosen and no knob overridden."""
@@ -45,7 +46,7 @@ def composing_error(error: Exception, compose: Compose) -> ConfigError:
         if isinstance(link, ConfigError):
             return link
     for link in chain:
-        worded = _worded(link, compose)
+        worded = _explain(link, compose)
         if worded is not None:
             return worded
     return ConfigError(
@@ -68,7 +69,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def _worded(error: BaseException, compose: Compose) -> ConfigError | None:
+def _explain(error: BaseException, compose: Compose) -> ConfigError | None:
     text = str(error)
     if isinstance(error, OverrideParseException):
         return ConfigError(
@@ -199,11 +200,11 @@ def _not_merged(override: str, error: BaseException, compose: Compose) -> Config
 def _value_error(error: BaseException) -> ConfigError:
     key = str(getattr(error, "full_key", "") or "")
     if isinstance(error, MissingMandatoryValue):
-        name = key or _quoted_in(str(error))
+        name = key or _find_quoted(str(error))
         return ConfigError(f"{name} has no value", fix=f"give {name}=VALUE", name=name)
     if isinstance(error, InterpolationKeyError):
         return ConfigError(
-            f"{key}: ${{{_quoted_in(str(error))}}} names nothing in the configuration",
+            f"{key}: ${{{_find_quoted(str(error))}}} names nothing in the configuration",
             fix=f"correct the name in the braces, or give {key} a value",
         )
     return ConfigError(f"{key}: {_first_line(error)}", fix=f"give {key} a value")
@@ -226,7 +227,7 @@ def _file_of(text: str) -> str:
     return f"/{rest}" if slashes else path.replace("/", " ", 1)
 
 
-def _quoted_in(text: str) -> str:
+def _find_quoted(text: str) -> str:
     found = re.search(r"'([^']+)'", text) or re.search(r":\s*(\S+)", text)
     return found[1] if found else text
 

@@ -8,20 +8,20 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from torsh_trainer.masking import masked
+from torsh_trainer.utils.masking import mask_tree
 
 _ASKS_THE_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:")
 _TELLING = 4  # characters, from which on a value found in another one is taken to come from there
 
 
-def written(config: DictConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+def as_written(config: DictConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``settings``, which ``config`` came to, without what environment variables gave it.
 
     There stands what asks for it, ``${oc.env:NAME}``, or what refers to such a value. Secrets under
     names of their own are masked.
     """
     raw = OmegaConf.to_container(config, resolve=False)
-    content: dict[str, Any] = masked(_Unresolved(raw, settings).tree(raw, settings))
+    content: dict[str, Any] = mask_tree(_Unresolved(raw, settings).tree(raw, settings))
     return content
 
 

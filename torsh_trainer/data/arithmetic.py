@@ -41,7 +41,7 @@ def batch_numbers(
     )
 
 
-def resumed_batch_numbers(
+def batch_numbers_on_resume(
     loading: Loading, *, accumulate: int | None, dp_size: int, saved_micro_batch_size: int
 ) -> tuple[int, int, int]:
     """(batch_size, micro_batch_size, accumulate) of a run that goes on on ``dp_size`` ranks.

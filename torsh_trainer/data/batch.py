@@ -16,7 +16,7 @@ class Samples(NamedTuple):
     key: int
 
 
-class Place(NamedTuple):
+class MicroBatchPlace(NamedTuple):
     """Which micro-batch of a step this is, counted over all ranks that see other samples.
 
     ``number`` is below ``of``, the number of those that hold samples, but for a filler.
@@ -44,10 +44,10 @@ class MicroBatch(NamedTuple):
     batch: Any
     weight: float
     rng_key: int | None
-    place: Place | None = None
+    place: MicroBatchPlace | None = None
 
 
-class Step(NamedTuple):
+class StepWork(NamedTuple):
     """One step's work for this rank.
 
     ``weight`` is that of the whole global batch over all ranks; ``samples`` are global too.

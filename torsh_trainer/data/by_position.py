@@ -35,8 +35,8 @@ def permutation(size: int, keys: Sequence[int]) -> At:
     def once(numbers: Words) -> Words:
         row, column = numbers >> shift, numbers & mask
         for by_row, by_column in zip(words[::2], words[1::2], strict=True):
-            column = (column + _hashed(row + by_row)) & mask
-            row += (_hashed(column + by_column) >> surplus) * count >> room
+            column = (column + _hash_words(row + by_row)) & mask
+            row += (_hash_words(column + by_column) >> surplus) * count >> room
             row -= (row >= count) * count
         return (row << shift) | column
 
@@ -60,7 +60,7 @@ def draws(cumulative: npt.NDArray[np.float64], key: int) -> At:
     largest = np.nextafter(total, 0.0)
 
     def at(positions: Words) -> npt.NDArray[np.int64]:
-        uniform = (_hashed(positions * _GOLDEN + np.uint64(key)) >> np.uint64(11)) * 2.0**-53
+        uniform = (_hash_words(positions * _GOLDEN + np.uint64(key)) >> np.uint64(11)) * 2.0**-53
         sought = np.minimum(uniform * total, largest)
         nearby = np.argsort(sought)  # neighbours are looked for in memory that is at hand
         ids = np.empty(len(sought), dtype=np.int64)
@@ -93,7 +93,7 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
-def _hashed(words: Words) -> Words:
+def _hash_words(words: Words) -> Words:
     """The finalizer of splitmix64 (Steele, Lea and Flood 2014), in place."""
     words ^= words >> _30
     words *= _MIX_1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -16,9 +18,36 @@ def seed_draws(seed: int) -> None:
     """Seeds all that a dataset may draw from: torch on the CPU, ``random``, and NumPy's globals."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:  # the legacy generator is what a dataset shares with its libraries
-        numpy.random.seed(seed & 0xFFFFFFFF)
+    if "numpy" in sys.modules:  # the legacy generator is what a dataset shares with its libraries
+        numpy_seeder()(seed)
+
+
+@cache
+def numpy_seeder() -> Callable[[int], None]:
+    """Seeds NumPy's global generator, whichever ``np.random.set_bit_generator`` has put there.
+
+    A function with all it needs at hand: a dataset that draws calls it for every sample.
+    """
+    import numpy as np  # not everything that seeds has it loaded
+
+    begin, usual = np.random.seed, np.random.MT19937
+    in_use = np.random.get_bit_generator  # type: ignore[attr-defined]
+
+    def seed_numpy(seed: int) -> None:
+        begin(seed & 0xFFFFFFFF)
+        if type(in_use()) is not usual:
+            # Of another than MT19937 the second of two normal numbers outlasts the seed.
+            state = np.random.get_state(legacy=False)  # noqa: NPY002
+            np.random.set_state({**state, "has_gauss": 0, "gauss": 0.0})  # noqa: NPY002
+
+    return seed_numpy
+
+
+def numpy_bit_generator() -> Any:
+    """What NumPy's global generator draws from."""
+    import numpy as np
+
+    return np.random.get_bit_generator()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -40,10 +69,11 @@ def drawing_from(seed: int) -> Iterator[None]:
 def forward_generators(device: torch.device) -> list[torch.Generator]:
     """The generators that a forward on ``device`` draws from."""
     generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    if device.type != "cpu":
+        accelerator = torch.get_device_module(device)
+        accelerator.init()
+        index = accelerator.current_device() if device.index is None else device.index
+        generators.append(accelerator.default_generators[index])
     return generators
 
 

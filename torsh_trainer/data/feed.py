@@ -13,31 +13,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataset import TensorDataset
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.arithmetic import DEFAULT_BATCH_SIZE, fitting
-from torsh_trainer.data.batch import MicroBatch, Place, Step
-from torsh_trainer.data.collating import stacked
+from torsh_trainer.data.batch import MicroBatch, MicroBatchPlace, StepWork
 from torsh_trainer.data.draws import Failed
 from torsh_trainer.data.loading import Loading
+from torsh_trainer.data.moving import ToPin, mover_to
+from torsh_trainer.data.moving import pin as pinned
 from torsh_trainer.data.sampler import (
-    Cut,
+    BatchPartition,
     ForwardKeys,
     GlobalSampler,
     Share,
     StepPlan,
+    is_computed,
     is_listed,
 )
 from torsh_trainer.data.seeding import Seeded
 from torsh_trainer.data.splits import dataset_of
 from torsh_trainer.data.stream import Stream, digest
+from torsh_trainer.data.sums import common_sums
 from torsh_trainer.data.weighting import drawable, sample_weights_of
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.task import Task, sampled
+from torsh_trainer.tasks.base import Task, state_samples
+from torsh_trainer.tasks.collating import LeftOut, stack
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ Loaded = Generator[tuple[StepPlan, list[Any]], None, None]
 """Steps with this rank's batches; loader processes end with it."""
 
 
-class TrainFeed:
+class TrainLoader:
     """Steps from a position on, without end.
 
     ``consumed`` samples and ``step`` steps lie behind, and ``state`` is what ``state_dict`` gave
@@ -62,7 +64,7 @@ class TrainFeed:
         self,
         task: Task,
         loading: Loading,
-        cut: Cut,
+        cut: BatchPartition,
         comm: Communicator,
         *,
         seed: int,
@@ -76,7 +78,8 @@ class TrainFeed:
         self._cut = cut
         self._forward_keys = ForwardKeys(seed)
         self._step = step
-        self._move = _mover(comm.device)
+        self._move = mover_to(comm.device)
+        self._left_out = LeftOut(task)
         dataset = dataset_of(task, "train", seed=seed)
         if dataset is None:
             raise ConfigError("the task has no training data", fix="give task.data a train dataset")
@@ -93,7 +96,7 @@ class TrainFeed:
                 pin=_pins(loading, comm.device),
                 consumed=consumed,
                 state=state,
-                ahead=int(task.sample_weight is None),
+                ahead=1 if task.sample_weight is None else self._move.ahead,
                 limit=overfit_batches,
             )
             self._loaded = self._stream.steps()
@@ -105,11 +108,16 @@ class TrainFeed:
         sampler = replace(
             _sampler(dataset, loading, cut, seed, weights), listed=is_listed(state, consumed)
         )
+        own = sampler.weights
+        if own is not None and is_computed(sampler.size, sampler.listed, weighted=True):
+            sampler = replace(sampler, weights=None, sums=common_sums(own, comm))
         self._order = sampler.orders.state
         self.steps_per_epoch = sampler.steps_per_epoch
-        self._loaded = _loaded(sampler, dataset, collate_of(task), loading, comm.device, consumed)
+        self._loaded = _load_batches(
+            sampler, dataset, collate_of(task), loading, comm.device, consumed
+        )
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[StepWork]:
         return self.steps()
 
     def state_dict(self) -> dict[str, Any]:
@@ -121,9 +129,9 @@ class TrainFeed:
         if self._stream is None:
             return self._order
         state = self._stream.state
-        if state and self._comm.world.size > 1:
+        if state and self._comm.size > 1:
             digests = self._comm.all_gather_object(digest(state))
-            if len(set(digests)) > 1 and self._comm.world.is_main:
+            if len(set(digests)) > 1 and self._comm.world.is_rank_zero:
                 log.warning(
                     "the ranks do not read the same stream: the state of the training data "
                     "differs between them, and rank 0's is saved. Every rank has to read the "
@@ -131,29 +139,32 @@ class TrainFeed:
                 )
         return state
 
-    def steps(self) -> Generator[Step, None, None]:
+    def steps(self) -> Generator[StepWork, None, None]:
         """The steps; close it when no more are wanted."""
         weight = self._task.sample_weight
         if weight is not None:
-            return self._known_weights(weight)
-        return self._asked_weights()
+            return self._yield_known_weights(weight)
+        return self._yield_asked_weights()
 
-    def _known_weights(self, weight: float) -> Generator[Step, None, None]:
-        move = self._move
+    def _yield_known_weights(self, weight: float) -> Generator[StepWork, None, None]:
         try:
-            for (epoch, shares, samples, ends_epoch), batches in self._loaded:
-                placed = self._places(shares, samples)
-                micro = [
-                    MicroBatch(move(batch), counts * weight, key, place)
-                    for batch, (_, counts), (key, place) in zip(
-                        batches, shares, placed, strict=True
-                    )
-                ]
-                yield Step(micro, samples * weight, samples, epoch, ends_epoch)
+            yield from self._move.in_turn(self._with_known(weight))
         finally:
             self._loaded.close()
 
-    def _asked_weights(self) -> Generator[Step, None, None]:
+    def _with_known(self, weight: float) -> Iterator[StepWork]:
+        move = self._move
+        for (epoch, shares, samples, ends_epoch), batches in self._loaded:
+            placed = self._places(shares, samples)
+            for batch, (ids, _) in zip(batches, shares, strict=True):
+                self._left_out.look(batch, len(ids))
+            micro = [
+                MicroBatch(move(batch), counts * weight, key, place)
+                for batch, (_, counts), (key, place) in zip(batches, shares, placed, strict=True)
+            ]
+            yield StepWork(micro, samples * weight, samples, epoch, ends_epoch)
+
+    def _yield_asked_weights(self) -> Generator[StepWork, None, None]:
         """One step ahead: its global weight is reduced while the step before it runs."""
         ahead = None
         try:
@@ -164,10 +175,10 @@ class TrainFeed:
                 yield self._finish(*ready)
         finally:
             if ahead is not None:  # every rank stops here with one reduction under way
-                ahead[-1].wait()
+                ahead[-1]()
             self._loaded.close()
 
-    def _places(self, shares: list[Share], samples: int) -> list[tuple[int, Place]]:
+    def _places(self, shares: list[Share], samples: int) -> list[tuple[int, MicroBatchPlace]]:
         """Seeds of this rank's forwards in the next step, and which micro-batches they are."""
         keys = self._forward_keys
         base = keys.of_step(self._step)
@@ -181,35 +192,36 @@ class TrainFeed:
         for batch, share, (key, place) in zip(batches, plan.shares, placed, strict=True):
             weight = self._weight(batch, share)
             micro.append(MicroBatch(self._move(batch), weight, key, place))
-        total = torch.tensor([sum(one.weight for one in micro)], dtype=torch.float64)
-        total = self._comm.place(total)
-        work = self._comm.all_reduce(total, async_op=True)
-        return plan, micro, total, work
+        total = self._comm.begin_sum(sum(one.weight for one in micro))
+        return plan, micro, self._move.mark(), total
 
     def _weight(self, batch: Any, share: Share) -> float:
         """NaN for what is no weight: every rank sees it in the sum, and refuses."""
         if not share.counts:
             return 0.0
-        with sampled(len(share.ids)):
+        self._left_out.look(batch, len(share.ids))
+        with state_samples(len(share.ids)):
             weight = float(self._task.weight(batch))
         return weight if weight >= 0.0 else math.nan
 
-    def _finish(self, plan: StepPlan, micro: list[Any], total: Tensor, work: Any) -> Step:
-        work.wait()
-        weight = float(total.item())
+    def _finish(
+        self, plan: StepPlan, micro: list[Any], mark: Any, total: Callable[[], float]
+    ) -> StepWork:
+        weight = total()
         if not 0.0 < weight < math.inf:
             what = f"a whole global batch in epoch {plan.epoch} has weight {weight}"
             if math.isnan(weight):
                 what = f"task.weight gave a negative number or NaN in epoch {plan.epoch}"
             raise ConfigError(what, fix="check task.weight: it counts what the loss is a mean over")
-        return Step(micro, weight, plan.samples, plan.epoch, plan.ends_epoch)
+        self._move.arrive(mark)
+        return StepWork(micro, weight, plan.samples, plan.epoch, plan.ends_epoch)
 
 
 def eval_batches(
     task: Task,
     split: str,
     loading: Loading,
-    cut: Cut,
+    cut: BatchPartition,
     comm: Communicator,
     *,
     limit: int | None = None,
@@ -229,9 +241,9 @@ def eval_batches(
             f"the task has no {split} data",
             fix=f"give task.data a {split} dataset, or drop the stage",
         )
-    move = _mover(comm.device)
+    move = mover_to(comm.device)
     size = loading.eval_batch_size or cut.micro_batch_size
-    wide = Cut(size * cut.dp_size, size, cut.dp_size, cut.dp_rank)
+    wide = BatchPartition(size * cut.dp_size, size, cut.dp_size, cut.dp_rank)
     steps: Iterator[tuple[StepPlan, list[Any]]]
     if isinstance(dataset, IterableDataset):
         pin = _pins(loading, comm.device)
@@ -239,21 +251,21 @@ def eval_batches(
     elif len(dataset):
         sampler = GlobalSampler(len(dataset), wide, seed=0, shuffle=False)
         steps = itertools.islice(
-            _loaded(sampler, dataset, collate_of(task), loading, comm.device, 0),
+            _load_batches(sampler, dataset, collate_of(task), loading, comm.device, 0),
             min(sampler.steps_per_epoch, limit or sampler.steps_per_epoch),
         )
     else:
         raise ConfigError(f"the {split} data is empty", fix="check the data source's options")
-    for plan, batches in steps:
-        share = plan.shares[0]
-        with sampled(len(share.ids)):
-            yield move(batches[0]), bool(share.counts)
+    moved = ((plan.shares[0], move(batches[0])) for plan, batches in steps)
+    for share, batch in move.in_turn(moved):
+        with state_samples(len(share.ids)):
+            yield batch, bool(share.counts)
 
 
 def _one_pass(
     dataset: Any,
     loading: Loading,
-    cut: Cut,
+    cut: BatchPartition,
     collate: Callable[[list[Any]], Any],
     pin: bool,
     limit: int | None,
@@ -261,7 +273,7 @@ def _one_pass(
     """One pass over a whole stream, in its own order: that of one process."""
     plain = replace(
         loading,
-        num_workers=min(loading.num_workers, 1),
+        num_workers=min(loading.workers, 1),
         weighted=False,
         drop_last=False,
         own_state=False,
@@ -280,23 +292,23 @@ def in_order_of(
     batch = loading.batch_size or DEFAULT_BATCH_SIZE
     sampler = GlobalSampler(
         len(dataset),
-        Cut(batch, batch, 1, 0),
+        BatchPartition(batch, batch, 1, 0),
         seed,
         shuffle=loading.shuffle,
         drop_last=loading.drop_last,
     )
     device = torch.device("cpu")
-    for _, batches in _loaded(sampler, dataset, collate, loading, device, 0):
+    for _, batches in _load_batches(sampler, dataset, collate, loading, device, 0):
         yield batches[0]
 
 
 def collate_of(task: Task) -> Callable[[list[Any]], Any]:
     """The task's collate, or torch's default."""
-    return task.data.collate or stacked
+    return task.data.collate or stack
 
 
 def _sampler(
-    dataset: Any, loading: Loading, cut: Cut, seed: int, weights: Tensor | None
+    dataset: Any, loading: Loading, cut: BatchPartition, seed: int, weights: Tensor | None
 ) -> GlobalSampler:
     size = len(dataset)
     if size < cut.batch_size:
@@ -311,7 +323,7 @@ def _sampler(
     )
 
 
-def _loaded(
+def _load_batches(
     sampler: GlobalSampler,
     dataset: Any,
     collate: Callable[[list[Any]], Any],
@@ -324,7 +336,7 @@ def _loaded(
     if seeds_samples(dataset, loading):
         fetch = Seeded(dataset, sampler.seed, always=loading.seed_samples is True)
     pin = _pins(loading, device)
-    if not loading.num_workers:
+    if not loading.workers:
         return _in_process(sampler, fetch or _plain(dataset), collate, bool(fetch), pin, consumed)
     return _by_workers(sampler, fetch or dataset, collate, bool(fetch), pin, loading, consumed)
 
@@ -354,7 +366,7 @@ def _in_process(
         shares = plan.shares
         ids = [_keys(plan.epoch, share) for share in shares] if keyed else [s.ids for s in shares]
         batches = [collate(get(some)) for some in ids]
-        yield plan, [pin_memory(batch) for batch in batches] if pin else batches
+        yield plan, [pinned(batch) for batch in batches] if pin else batches
 
 
 def _by_workers(
@@ -378,9 +390,9 @@ def _by_workers(
     loader: Any = DataLoader(
         _Telling(dataset),
         batch_sampler=_Iterable(keys),
-        num_workers=loading.num_workers,
+        num_workers=loading.workers,
         prefetch_factor=loading.prefetch_factor,
-        collate_fn=partial(_unless_failed, collate),
+        collate_fn=partial(_unless_failed, collate, pin=pin),
         pin_memory=pin,
     )
     batches = iter(loader)
@@ -415,11 +427,11 @@ class _Telling(Dataset[Any]):
             return Failed(error)
 
 
-def _unless_failed(collate: Callable[[Any], Any], samples: Any) -> Any:
+def _unless_failed(collate: Callable[[Any], Any], samples: Any, *, pin: bool) -> Any:
     if isinstance(samples, Failed):
         return samples
     try:
-        return collate(samples)
+        return ToPin(collate(samples)) if pin else collate(samples)
     except TorshError as error:
         return Failed(error)
 
@@ -474,14 +486,3 @@ class _First:
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
-
-
-def _mover(device: torch.device) -> Callable[[Any], Any]:
-    """Moves every tensor of a batch to the device; nothing at all on a CPU."""
-    if device.type == "cpu":
-        return lambda batch: batch
-
-    def to_device(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-
-    return lambda batch: tree_map(to_device, batch)

@@ -19,7 +19,7 @@ from torsh_trainer.data.sketch import Sketch, sketch
 from torsh_trainer.data.splits import dataset_of
 from torsh_trainer.data.weighting import sample_weights_of
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def check_same_data(
         ConfigError: on every process; it names what differs, and between whom.
     """
     datasets = {split: dataset_of(task, split, seed=seed) for split in splits}
-    if comm.world.size == 1:
+    if comm.size == 1:
         return {}
     readers = {s: Reader(dataset, loading, seed) for s, dataset in datasets.items()}
     mine = {split: reader.excerpt() for split, reader in readers.items()}
@@ -80,11 +80,11 @@ def check_same_data(
 def spread(size: int) -> list[int]:
     """Numbers of some samples out of ``size``, the first of them as far apart as all: the last one,
     then van der Corput's sequence (1935) in base 2."""
-    numbers = [size - 1, *(int(_mirrored(i) * size) for i in range(SAMPLES - 1))]
+    numbers = [size - 1, *(int(_mirror_digits(i) * size) for i in range(SAMPLES - 1))]
     return list(dict.fromkeys(numbers)) if size else []
 
 
-def _mirrored(number: int) -> float:
+def _mirror_digits(number: int) -> float:
     """The binary digits of ``number`` behind the point, in the other order."""
     result, place = 0.0, 0.5
     while number:
@@ -108,8 +108,8 @@ class Reader:
 
     def __init__(self, dataset: Any, loading: Loading, seed: int, *, apart: bool = False) -> None:
         self._dataset = dataset
-        self._forks = apart and not loading.num_workers and _can_fork()
-        self._workers = loading.num_workers or int(self._forks)
+        self._forks = apart and not loading.workers and _can_fork()
+        self._workers = loading.workers or int(self._forks)
         self._seed = seed
 
     def excerpt(self) -> Excerpt:
@@ -183,7 +183,7 @@ def _compare(split: str, mine: Excerpt, reader: Reader, comm: Communicator, *, f
                 sample=number,
                 rank=rank,
             )
-    if differing and comm.world.is_main:
+    if differing and comm.world.is_rank_zero:
         log.warning(
             "data.%s draws from generators that the run does not seed: its samples come out "
             "otherwise each time, so nobody can tell whether all processes have the same",
@@ -228,7 +228,7 @@ def _weights_digest(task: Task, mine: dict[str, Excerpt], loading: Loading, seed
         weights = sample_weights_of(task, size, seed=seed)
     except ConfigError as error:
         return str(error)
-    return hashlib.blake2b(weights.numpy().tobytes()).hexdigest()
+    return hashlib.blake2b(weights.contiguous().numpy().data).hexdigest()
 
 
 def _check_weights(digests: Sequence[str]) -> None:

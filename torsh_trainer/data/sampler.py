@@ -8,7 +8,7 @@ consumed so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torsh_trainer.data.batch import Place, Samples
+from torsh_trainer.data.batch import MicroBatchPlace, Samples
 from torsh_trainer.data.by_position import ROUNDS, Computed, draws, permutation
+from torsh_trainer.data.sums import Sums, cumulative_sums
 
 LISTED = 1 << 20
 """Samples up to which an order is a list, unless a checkpoint says otherwise."""
@@ -38,21 +39,33 @@ def mix(*words: int) -> int:
     """
     key = 0
     for word in words:
-        key = _stirred(key, word)
+        key = _stir(key, word)
     return key >> 1
 
 
-def _stirred(key: int, word: int) -> int:
+def _stir(key: int, word: int) -> int:
     key = (key + word + 0x9E3779B97F4A7C15) & _MASK
     key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK
     return key ^ (key >> 31)
 
 
-def sample_keys(seed: int, epoch: int, ids: Iterable[int]) -> list[int]:
+def sample_keys(seed: int, epoch: int, ids: Sequence[int]) -> list[int]:
     """``mix(seed, epoch, id)`` for each of ``ids``."""
-    begun = _stirred(_stirred(0, seed), epoch)
-    return [_stirred(begun, index) >> 1 for index in ids]
+    keys = np.array(ids, dtype=np.uint64)
+    keys += np.uint64((_stir(_stir(0, seed), epoch) + 0x9E3779B97F4A7C15) & _MASK)
+    keys ^= keys >> _SHIFTS[0]  # _stirred, of all at once: it is most of what a key costs
+    keys *= _FACTORS[0]
+    keys ^= keys >> _SHIFTS[1]
+    keys *= _FACTORS[1]
+    keys ^= keys >> _SHIFTS[2]
+    keys >>= _SHIFTS[3]
+    found: list[int] = keys.tolist()
+    return found
+
+
+_SHIFTS = tuple(map(np.uint64, (30, 27, 31, 1)))
+_FACTORS = tuple(map(np.uint64, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
 
 
 class ForwardKeys:
@@ -83,17 +96,17 @@ def epoch_order(
     """
     if weights is None and not shuffle:
         return list(range(size))
-    return _listed(size, mix(seed, epoch), weights).tolist()
+    return _draw_order(size, mix(seed, epoch), weights).tolist()
 
 
-def _listed(size: int, key: int, weights: Tensor | None) -> Tensor:
+def _draw_order(size: int, key: int, weights: Tensor | None) -> Tensor:
     generator = torch.Generator().manual_seed(key)
     if weights is None:
         return torch.randperm(size, generator=generator)
     return torch.multinomial(weights.double(), size, replacement=True, generator=generator)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """The sample ids of an epoch."""
 
     def ids(self, start: int, stop: int) -> list[int]:
@@ -117,8 +130,9 @@ class _List:
 class Orders:
     """The order of every epoch of ``size`` samples.
 
-    ``weights`` (shape (size,)) draws with replacement in proportion to them. ``listed`` says
-    whether an order is a list; None decides by the size.
+    ``weights`` (shape (size,)) draws with replacement in proportion to them; where an order is
+    computed, so do their cumulative ``sums`` alone. ``listed`` says whether an order is a list;
+    None decides by the size.
     """
 
     def __init__(
@@ -128,24 +142,24 @@ class Orders:
         seed: int,
         shuffle: bool,
         weights: Tensor | None = None,
+        sums: Sums | None = None,
         listed: bool | None = None,
     ) -> None:
         self._size = size
         self._seed = seed
-        self._draws = shuffle or weights is not None
-        most = MOST_LISTED if weights is not None else size
-        self._listed = size <= (LISTED if listed is None else most * listed)
-        self._weights = weights
-        self._sums = None  # added up in one order everywhere, whatever the number of threads
+        weighted = weights is not None or sums is not None
+        self._draws = shuffle or weighted
+        self._listed = sums is None and not is_computed(size, listed, weighted=weighted)
+        self._weights, self._sums = weights, sums
         if weights is not None and not self._listed:
-            self._sums = np.cumsum(weights.double().numpy())
+            self._weights, self._sums = None, cumulative_sums(weights)
 
-    def of_epoch(self, epoch: int) -> Order:
+    def of_epoch(self, epoch: int) -> SampleOrder:
         if not self._draws:
             return _AsTheyCome()
         key = mix(self._seed, epoch)
         if self._listed:
-            return _List(_listed(self._size, key, self._weights))
+            return _List(_draw_order(self._size, key, self._weights))
         if self._sums is not None:
             return Computed(draws(self._sums, key), self._size)
         keys = [mix(key, number) for number in range(ROUNDS)]
@@ -165,6 +179,12 @@ def is_listed(state: Mapping[str, Any] | None, consumed: int) -> bool | None:
     if state is None or not consumed:
         return None
     return state.get("order") != "computed"
+
+
+def is_computed(size: int, listed: bool | None, *, weighted: bool) -> bool:
+    """Whether an order of ``size`` samples is no list; ``listed`` as for ``Orders``."""
+    most = MOST_LISTED if weighted else size
+    return size > (LISTED if listed is None else most * listed)
 
 
 class Share(NamedTuple):
@@ -187,7 +207,7 @@ class StepPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchPartition:
     """How a global batch is cut: global micro-batch ``g`` goes to rank ``g % dp_size``."""
 
     batch_size: int
@@ -212,7 +232,7 @@ class Cut:
             shares.append(Share(part, len(part)) if part else Share(ids[:micro], 0))
         return shares
 
-    def places(self, shares: Sequence[Share], samples: int, key: int) -> list[Place]:
+    def places(self, shares: Sequence[Share], samples: int, key: int) -> list[MicroBatchPlace]:
         """Which ones this rank's micro-batches are, in a step of ``samples`` samples.
 
         ``key`` is that of the step's random numbers.
@@ -222,7 +242,7 @@ class Cut:
         for i, (ids, counts) in enumerate(shares):
             number = i * self.dp_size + self.dp_rank
             first = number * micro if counts else 0
-            places.append(Place(number, of, Samples(first, len(ids), key)))
+            places.append(MicroBatchPlace(number, of, Samples(first, len(ids), key)))
         return places
 
 
@@ -231,15 +251,16 @@ class GlobalSampler:
     """Plans of the steps from a position on, without end.
 
     ``size`` is the number of training samples; with ``drop_last`` an epoch ends at its last whole
-    global batch. ``weights`` and ``listed`` are those of ``Orders``.
+    global batch. ``weights``, ``sums`` and ``listed`` are those of ``Orders``.
     """
 
     size: int
-    cut: Cut
+    cut: BatchPartition
     seed: int
     shuffle: bool = True
     drop_last: bool = False
     weights: Tensor | None = None
+    sums: Sums | None = None
     listed: bool | None = None
 
     @cached_property
@@ -249,6 +270,7 @@ class GlobalSampler:
             seed=self.seed,
             shuffle=self.shuffle,
             weights=self.weights,
+            sums=self.sums,
             listed=self.listed,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.data.sameness import Excerpt, Reader, spread
 from torsh_trainer.data.sketch import Sketch
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 log = logging.getLogger(__name__)
 

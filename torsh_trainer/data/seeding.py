@@ -9,10 +9,8 @@ again with that generator seeded too: what had been drawn depended on its neighb
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import pickle
 import random
-import sys
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
@@ -20,88 +18,124 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torsh_trainer.data.sampler import sample_keys
+from torsh_trainer.data.draws import numpy_bit_generator, numpy_seeder
+from torsh_trainer.data.sampler import mix, sample_keys
 
 Key = tuple[int, int]
 """Epoch and sample id."""
 
-
-_WORDS = 625
-"""32-bit words of a Mersenne Twister: 624, and how many of them are used up."""
-
-_Held = ctypes.c_char * (4 * _WORDS)
+_WATCHED = 0x70726F6265
+"""A seed that nobody else has."""
 
 
 class Generator(Protocol):
     """One that a dataset may draw from without asking for it."""
 
-    def seed(self, key: int) -> None:
+    def seed(self, key: int, /) -> Any:
         """It begins at ``key``, of 63 bits."""
 
     def glance(self) -> Any:
         """What is another value once somebody has drawn from it, or seeded it, since ``seed``."""
 
+    def watch(self, key: int) -> None:
+        """It gets ready for ``is_untouched(key)``, which is asked once, and cheaper to be asked."""
+
+    def is_untouched(self, key: int) -> bool:
+        """Whether nobody has drawn from it, or seeded it, since ``watch``.
+
+        If so, it begins at ``key``.
+        """
+
 
 class OfTorch:
-    """``torch.rand`` and its like on the CPU."""
+    """``torch.rand`` and its like on the CPU.
 
-    def seed(self, key: int) -> None:
-        torch.default_generator.manual_seed(key)
+    To read its state takes longer than to put one there, so it is watched as NumPy's is.
+    """
+
+    def __init__(self) -> None:
+        self.seed = torch.default_generator.manual_seed
+        self._word = torch.zeros((), dtype=torch.int64, device="cpu")
+        place = torch.Generator().manual_seed(_WATCHED)
+        self._word.random_(generator=place)  # the 624 words after it are made
+        self._place = place.get_state()
+        self._next = self._word.random_(generator=place).item()
 
     def glance(self) -> bytes:
         return torch.default_generator.get_state().numpy().tobytes()
 
+    def watch(self, key: int) -> None:
+        torch.default_generator.set_state(self._place)
+
+    def is_untouched(self, key: int) -> bool:
+        if self._word.random_().item() != self._next:
+            return False
+        self.seed(key)
+        return True
+
 
 class OfNumPy:
-    """The legacy generator, which a dataset shares with its libraries."""
+    """The legacy generator, which a dataset shares with its libraries.
+
+    To ask for its state takes longer than to read a small sample. So it is watched at a place of
+    its own: the number that follows there comes next as long as nobody has drawn.
+    """
 
     def __init__(self) -> None:
         self._of: Any = None
-        self._held: Any = None
+        self._next = 0.0
 
-    def seed(self, key: int) -> None:
-        np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002
+    seed = staticmethod(numpy_seeder())
 
     def glance(self) -> bytes:
-        of = np.random.mtrand._rand._bit_generator  # another one, after set_bit_generator
-        if of is not self._of:
-            self._of, self._held = of, _Held.from_address(of.ctypes.state_address)
-        held: bytes = self._held.raw
-        return held
+        return pickle.dumps(np.random.get_state(legacy=False))  # noqa: NPY002
+
+    def watch(self, key: int) -> None:
+        self.seed(_WATCHED)
+        of = numpy_bit_generator()
+        if of is not self._of:  # another one, after set_bit_generator
+            self._of, self._next = of, np.random.random_sample()  # noqa: NPY002
+            self.seed(_WATCHED)
+
+    def is_untouched(self, key: int) -> bool:
+        if np.random.random_sample() != self._next:  # noqa: NPY002
+            return False
+        self.seed(key)
+        return True
 
 
 class OfPython:
-    """That of the module ``random``."""
+    """That of the module ``random``, watched as NumPy's is: ``getstate`` makes 625 objects.
+
+    The module's functions are methods of one hidden ``Random``. Its own ``seed`` and ``setstate``
+    look at what they are given before they call those of C, which are called here at once.
+    """
 
     def __init__(self) -> None:
-        self._of: Any = random.random.__self__  # type: ignore[attr-defined]
-        at = _place_of_state()
-        self._held: Any = None if at is None else _Held.from_address(id(self._of) + at)
+        self._hidden: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+        of_c: Any = super(random.Random, self._hidden)
+        self._seed, self._set_words = of_c.seed, of_c.setstate
+        place = random.Random(_WATCHED)
+        place.random()  # the 624 words after it are made, for whoever is put there
+        self._words = place.getstate()[1]
+        self._next = place.getrandbits(64)
 
     def seed(self, key: int) -> None:
-        random.seed(key)
+        self._seed(key)
+        self._hidden.gauss_next = None  # type: ignore[attr-defined]
 
     def glance(self) -> Any:
-        return random.getstate() if self._held is None else self._held.raw
+        return random.getstate()
 
+    def watch(self, key: int) -> None:
+        self._set_words(self._words)
+        self._hidden.gauss_next = None  # type: ignore[attr-defined]
 
-def _place_of_state() -> int | None:
-    """Where CPython has the words of a ``random.Random``, in bytes from the object's beginning.
-
-    ``getstate`` makes 625 objects, which takes longer than to read a sample. None: they are not
-    found, and there is no other way.
-    """
-    probe = random.Random(0x70726F6265)
-    *words, used = probe.getstate()[1]
-    size = getattr(random.Random.__base__, "__basicsize__", 0)
-    if sys.implementation.name != "cpython" or size < 4 * _WORDS:
-        return None
-    held = ctypes.string_at(id(probe), size)
-    for ordered in ([used, *words], [*words, used]):
-        at = held.find(array("I", ordered).tobytes())
-        if at >= 0:
-            return at
-    return None
+    def is_untouched(self, key: int) -> bool:
+        if random.getrandbits(64) != self._next:
+            return False
+        self.seed(key)
+        return True
 
 
 @cache
@@ -111,10 +145,11 @@ def generators() -> tuple[Generator, ...]:
 
 
 @contextlib.contextmanager
-def _asked_for_state() -> Iterator[set[int]]:
+def _watch_state_reads() -> Iterator[set[int]]:
     """Numbers of the ``generators`` whose state is asked for, as by ``torch.random.fork_rng``.
 
-    Who asks may put it back, and then nobody sees what was drawn in between.
+    Who asks may put it back, and then nobody sees what was drawn in between. Who asks for the
+    seed may make a generator of it.
     """
     asked: set[int] = set()
 
@@ -125,6 +160,8 @@ def _asked_for_state() -> Iterator[set[int]]:
     places: list[tuple[Any, str, int]] = [
         (torch, "get_rng_state", 0),
         (torch.random, "get_rng_state", 0),
+        (torch, "initial_seed", 0),
+        (torch.random, "initial_seed", 0),
         (random, "getstate", 1),
         (np.random, "get_state", 2),
     ]
@@ -152,38 +189,55 @@ class Seeded:
         return {**vars(self), "_drawn_from": None}  # generators are those of a process
 
     def __getitem__(self, key: Key) -> Any:
-        return self._seeded([key], generators())[0]
+        return self._fetch_seeded([key], self._keys([key]), generators())[0]
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+        if self._drawn_from is None and not self.always:
+            return self._fetch_watching(keys)
         if self.always:
-            return self._seeded(keys, generators())
-        if self._drawn_from is None:
-            return self._looked_at(keys)
-        (last,) = self._keys(keys[-1:])
+            return self._fetch_seeded(keys, self._keys(keys), generators())
+        assert self._drawn_from is not None
         while True:
+            seeds = self._keys(keys) if self._drawn_from else [mix(self.seed, *keys[-1])]
+            last = seeds[-1]
             others = [one for one in generators() if one not in self._drawn_from]
-            before = []
-            for generator in others:  # a collate or a forward draws on as if all had been seeded
-                generator.seed(last)
-                before.append(generator.glance())
+            for generator in others:
+                generator.watch(last)
             try:
-                samples = self._seeded(keys, self._drawn_from)
+                samples = self._fetch_seeded(keys, seeds, self._drawn_from)
             except Exception:
-                if not self._notice(others, before):
+                if not self._are_touched(others, last):
                     raise
                 continue
-            if not self._notice(others, before):
+            if not self._are_touched(others, last):
                 return samples
 
-    def _seeded(self, keys: Sequence[Key], drawn_from: Sequence[Generator]) -> list[Any]:
+    def _are_touched(self, others: Sequence[Generator], last: int) -> bool:
+        """Whether somebody drew from one of ``others``, which is seeded from here on.
+
+        All begin at ``last`` if not: a collate or a forward draws on as if all had been seeded.
+        """
+        assert self._drawn_from is not None
+        touched = [one for one in others if not one.is_untouched(last)]
+        self._drawn_from += touched
+        return bool(touched)
+
+    def _fetch_seeded(
+        self, keys: Sequence[Key], seeds: Sequence[int], drawn_from: Sequence[Generator]
+    ) -> list[Any]:
         dataset = self.dataset
         if not drawn_from:
             return [dataset[index] for _, index in keys]
-        seeds = [generator.seed for generator in drawn_from]
         samples = []
-        for (_, index), key in zip(keys, self._keys(keys), strict=True):
-            for seed in seeds:
-                seed(key)
+        if len(drawn_from) == 1:
+            begin = drawn_from[0].seed
+            for (_, index), seed in zip(keys, seeds, strict=True):
+                begin(seed)
+                samples.append(dataset[index])
+            return samples
+        for (_, index), seed in zip(keys, seeds, strict=True):
+            for generator in drawn_from:
+                generator.seed(seed)
             samples.append(dataset[index])
         return samples
 
@@ -191,24 +245,19 @@ class Seeded:
         epoch = keys[0][0]  # a batch is of one epoch
         return sample_keys(self.seed, epoch, [index for _, index in keys])
 
-    def _looked_at(self, keys: Sequence[Key]) -> list[Any]:
+    def _fetch_watching(self, keys: Sequence[Key]) -> list[Any]:
         samples, self._drawn_from = [], []
         for (_, index), key in zip(keys, self._keys(keys), strict=True):
             for generator in generators():
                 generator.seed(key)
             before = [generator.glance() for generator in generators()]
-            with _asked_for_state() as asked:
+            with _watch_state_reads() as asked:
                 samples.append(self.dataset[index])
-            self._notice(generators(), before)
+            moved = [
+                one for one, was in zip(generators(), before, strict=True) if one.glance() != was
+            ]
             hidden = [generators()[i] for i in sorted(asked)]
-            self._drawn_from += [one for one in hidden if one not in self._drawn_from]
+            self._drawn_from += [
+                one for one in generators() if one in moved + hidden and one not in self._drawn_from
+            ]
         return samples
-
-    def _notice(self, watched: Sequence[Generator], before: Sequence[Any]) -> bool:
-        """Whether one of ``watched`` is no longer as it was, and is to be seeded from here on."""
-        assert self._drawn_from is not None
-        moved = [one for one, was in zip(watched, before, strict=True) if one.glance() != was]
-        for one in moved:
-            if one not in self._drawn_from:
-                self._drawn_from.append(one)
-        return bool(moved)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torsh_trainer.data.draws import drawing_from
 from torsh_trainer.data.sampler import mix
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 
 def making_data(seed: int) -> contextlib.AbstractContextManager[None]:

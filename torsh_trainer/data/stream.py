@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from torsh_trainer.data.draws import Failed, seed_draws
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, StepPlan, mix
+from torsh_trainer.data.moving import ToPin
+from torsh_trainer.data.moving import pin as pinned
+from torsh_trainer.data.sampler import BatchPartition, StepPlan, mix
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def has_length(dataset: Any, loading: Loading) -> bool:
 
     Loader processes that share a stream out end each with a ragged chunk of their own.
     """
-    shared_out = isinstance(dataset, IterableDataset) and loading.num_workers > 1
+    shared_out = isinstance(dataset, IterableDataset) and loading.workers > 1
     return hasattr(dataset, "__len__") and not shared_out
 
 
@@ -54,7 +55,7 @@ def reading_processes(dataset: Any, loading: Loading) -> int | None:
 
     One loader process reads as the loop does. None: a map-style dataset, whose order is ours.
     """
-    return max(1, loading.num_workers) if isinstance(dataset, IterableDataset) else None
+    return max(1, loading.workers) if isinstance(dataset, IterableDataset) else None
 
 
 class Chunk(NamedTuple):
@@ -85,7 +86,7 @@ class Stream:
         self,
         dataset: Any,
         loading: Loading,
-        cut: Cut,
+        cut: BatchPartition,
         collate: Callable[[list[Any]], Any],
         *,
         seed: int,
@@ -102,7 +103,7 @@ class Stream:
                 fix="give the task a map-style dataset, or leave the option out",
             )
         self._cut = cut
-        self._workers = workers = loading.num_workers
+        self._workers = workers = loading.workers
         self._stateful = loading.own_state and keeps_state(dataset)
         if keeps_state(dataset):
             rewind(dataset)
@@ -196,7 +197,7 @@ class Stream:
                     "loader": self._source.state_dict(),
                 }
             if self._pin and not self._workers:
-                chunk = pin_memory(chunk)
+                chunk = pinned(chunk)
             yield chunk, state
 
     def _loader(self, loading: Loading, seed: int) -> Any:
@@ -205,8 +206,8 @@ class Stream:
         return make(
             self._passes,
             batch_size=None,
-            collate_fn=_as_it_is,
-            num_workers=loading.num_workers,
+            collate_fn=ToPin if self._pin else _as_it_is,
+            num_workers=loading.workers,
             prefetch_factor=loading.prefetch_factor,
             persistent_workers=True,
             pin_memory=self._pin,
@@ -226,7 +227,7 @@ class Passes(IterableDataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        cut: Cut,
+        cut: BatchPartition,
         collate: Callable[[list[Any]], Any],
         *,
         seed: int | None,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torsh_trainer.data.splits import making_data
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 
 def sample_weights_of(task: Task, size: int, *, seed: int) -> Tensor:
@@ -26,18 +26,18 @@ def sample_weights_of(task: Task, size: int, *, seed: int) -> Tensor:
     try:
         weights = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _refused(f"returned a {type(given).__name__}, which is no tensor") from error
+        raise _weights_error(f"returned a {type(given).__name__}, which is no tensor") from error
     if weights.is_complex():
-        raise _refused(f"has dtype {str(weights.dtype).removeprefix('torch.')}")
+        raise _weights_error(f"has dtype {str(weights.dtype).removeprefix('torch.')}")
     if weights.dim() != 1:
-        raise _refused(f"has shape {tuple(weights.shape)}")
+        raise _weights_error(f"has shape {tuple(weights.shape)}")
     if len(weights) != size:
-        raise _refused(f"has {len(weights)} weights for {size} training samples")
+        raise _weights_error(f"has {len(weights)} weights for {size} training samples")
     weights = weights.detach().double().cpu()
     wrong = (~torch.isfinite(weights) | (weights < 0)).nonzero()
     if len(wrong):
         first = int(wrong[0])
-        raise _refused(f"gives sample {first} the weight {weights[first].item():g}")
+        raise _weights_error(f"gives sample {first} the weight {weights[first].item():g}")
     return drawable(weights, "sample_weights()")
 
 
@@ -60,7 +60,7 @@ def drawable(weights: Tensor, what: str) -> Tensor:
     return weights
 
 
-def _refused(what: str) -> ConfigError:
+def _weights_error(what: str) -> ConfigError:
     return ConfigError(
         f"sample_weights() of the data source {what}",
         fix="return one finite weight of 0 or more for each training sample, shape (len(train),)",

@@ -6,37 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torsh_trainer.environments.base import Environment
-from torsh_trainer.environments.by_hand import ByHand
-from torsh_trainer.environments.horovod import Horovod
-from torsh_trainer.environments.kubernetes import Kubernetes
-from torsh_trainer.environments.lsf import Lsf
-from torsh_trainer.environments.openmpi import OpenMPI
-from torsh_trainer.environments.pbs import Pbs
-from torsh_trainer.environments.pmi import Pmi
 from torsh_trainer.environments.reading import is_set
-from torsh_trainer.environments.slurm import Slurm
-from torsh_trainer.environments.torchrun import Torchrun
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
+from torsh_trainer.utils import registry
 
-__all__ = ["ENVIRONMENTS", "Environment", "detect", "explain"]
+__all__ = ["Environment", "advise_steady", "detect", "explain", "find_environments"]
 
-# What starts a process last knows its place best, so launchers of processes stand before the
-# schedulers in whose jobs they run (torchrun inside srun, mpirun inside sbatch, whose helper
-# processes carry SLURM's variables too). Variables set by hand stand last: they are inherited by
-# every process that a launcher starts after them.
-ENVIRONMENTS: tuple[Environment, ...] = (
-    Torchrun(),
-    Horovod(),
-    Lsf(),
-    Pbs(),
-    OpenMPI(),
-    Pmi(),
-    Slurm(),
-    Kubernetes(),
-    ByHand(),
-)
 RULE = "the first that describes more than one process decides, else the first that describes one"
+
+
+def find_environments() -> list[Environment]:
+    """Ours and those of plugins in the order in which they are asked: see ``Environment.priority``.
+
+    Raises:
+        ConfigError, ResourceError: a plugin's cannot be had. Without it a process might take
+            another place than its own, so a run ends here.
+    """
+    found = [kind() for kind in registry.ENVIRONMENTS.load_all(strict=True).values()]
+    return sorted(found, key=lambda environment: (-environment.priority, environment.name))
 
 
 def detect(env: Mapping[str, str]) -> World | None:
@@ -47,7 +35,8 @@ def detect(env: Mapping[str, str]) -> World | None:
     this process.
 
     Raises:
-        ConfigError: an environment's variables contradict one another, or do not suffice.
+        ConfigError: an environment's variables contradict one another, or do not suffice; or as
+            ``find_environments``.
     """
     verdict = _judge(env)
     if verdict.error is not None:
@@ -55,11 +44,22 @@ def detect(env: Mapping[str, str]) -> World | None:
     return verdict.world
 
 
+def advise_steady(source: str) -> str:
+    """What to do for processes that stay to the end; ``source`` is the name of the environment."""
+    found = (
+        environment.steady for environment in find_environments() if environment.name == source
+    )
+    return next(filter(None, found), "start as many processes as will train, and no others later")
+
+
 def explain(env: Mapping[str, str]) -> str:
-    """What each environment saw, which one decided, and why; several lines, never an error."""
+    """What each environment saw, which one decided, and why: several lines.
+
+    Contradictions are no error here.
+    """
     verdict = _judge(env)
     lines = [_headline(verdict), f"order: {RULE}"]
-    for environment in ENVIRONMENTS:
+    for environment in find_environments():
         lines += _paragraph(environment, env, verdict)
     return "\n".join(lines)
 
@@ -73,7 +73,7 @@ class _Verdict:
 
 def _judge(env: Mapping[str, str]) -> _Verdict:
     alone = _Verdict(None)
-    for environment in ENVIRONMENTS:
+    for environment in find_environments():
         try:
             world = environment.world(env)
         except ConfigError as error:
@@ -114,10 +114,10 @@ def _paragraph(environment: Environment, env: Mapping[str, str], verdict: _Verdi
     try:
         world = environment.world(env)
     except ConfigError as error:
-        return [f"{mark} {environment.name:<11} error: {error}", *_seen(environment, env)]
+        return [f"{mark} {environment.name:<11} error: {error}", *_describe_seen(environment, env)]
     if world is None:
         lines = [f"{mark} {environment.name:<11} no: {environment.absence(env)}"]
-        return lines + _seen(environment, env)
+        return lines + _describe_seen(environment, env)
     note = "" if decided else f" (not chosen: {verdict.decided_by} comes before it)"
     if not decided and world.size == 1:
         note = f" (not chosen: a single process, beside {verdict.decided_by})"
@@ -125,7 +125,7 @@ def _paragraph(environment: Environment, env: Mapping[str, str], verdict: _Verdi
     return lines + [f"      {reason}" for reason in world.reasons]
 
 
-def _seen(environment: Environment, env: Mapping[str, str]) -> list[str]:
+def _describe_seen(environment: Environment, env: Mapping[str, str]) -> list[str]:
     names = [name for name in dict.fromkeys(environment.variables) if is_set(env, name)]
     if set(names) <= {"MASTER_ADDR", "MASTER_PORT"}:  # every environment takes these
         return []

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 
 class Environment(abc.ABC):
@@ -15,6 +15,15 @@ class Environment(abc.ABC):
     name: ClassVar[str]
     variables: ClassVar[tuple[str, ...]]
     """Every variable that ``world`` looks at; ``explain`` shows those that are set."""
+
+    steady: ClassVar[str] = ""
+    """What to do for processes that stay to the end, where it may let them come and go."""
+    priority: ClassVar[int] = 35
+    """Environments are asked from the highest to the lowest. What starts a process last knows its
+    place best, so launchers of processes (torchrun 90, horovod 80, lsf 70, pbs 60, openmpi 50,
+    pmi 40) stand before the schedulers in whose jobs they run (slurm 30, kubernetes 20), and
+    variables set by hand (10), which every process inherits, last. 35 is a scheduler's that is
+    asked before ours."""
 
     @abc.abstractmethod
     def world(self, env: Mapping[str, str]) -> World | None:

@@ -15,8 +15,8 @@ from torsh_trainer.environments.reading import (
     missing,
     number,
 )
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 _SIGNS = ("RANK", "WORLD_SIZE", "NODE_RANK")
 _NODE = ("NODE_RANK", "GROUP_RANK")
@@ -38,6 +38,7 @@ class ByHand(Environment):
     """
 
     name = "env"
+    priority = 10
     variables = (
         "RANK",
         "WORLD_SIZE",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.reading import Reading, is_set, missing
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 _MARKS = ("HOROVOD_RANK", "HOROVOD_SIZE")
 _LOCAL = ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
@@ -22,6 +22,10 @@ class Horovod(Environment):
     """
 
     name = "horovod"
+    priority = 80
+    steady = (
+        "set strategy=horovod; or start horovodrun without --min-np and --host-discovery-script"
+    )
     variables = (
         *_MARKS,
         *_LOCAL,

@@ -24,7 +24,7 @@ def first_host(text: str) -> str:
     """The first host of a list."""
     for host in hosts(text):
         return host
-    raise _malformed(text)
+    raise _hostlist_error(text)
 
 
 def counts(text: str) -> list[int]:
@@ -51,12 +51,12 @@ def _entries(text: str) -> Iterator[str]:
     for i, char in enumerate(text):
         depth += (char == "[") - (char == "]")
         if depth not in (0, 1):
-            raise _malformed(text)
+            raise _hostlist_error(text)
         if char == "," and depth == 0:
             yield text[start:i].strip()
             start = i + 1
     if depth:
-        raise _malformed(text)
+        raise _hostlist_error(text)
     yield text[start:].strip()
 
 
@@ -64,7 +64,7 @@ def _expand(entry: str, text: str) -> Iterator[str]:
     match = re.search(r"\[([^\[\]]*)\]", entry)
     if match is None:
         if not entry:
-            raise _malformed(text)
+            raise _hostlist_error(text)
         yield entry
         return
     head, tail = entry[: match.start()], entry[match.end() :]
@@ -78,12 +78,12 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         last = last if dash else first
         if not (first.isdigit() and last.isdigit()) or int(last) < int(first):
-            raise _malformed(text)
+            raise _hostlist_error(text)
         for value in range(int(first), int(last) + 1):
             yield str(value).zfill(len(first))  # node[08-10]: leading zeros are part of the name
 
 
-def _malformed(text: str) -> ConfigError:
+def _hostlist_error(text: str) -> ConfigError:
     return ConfigError(
         f"cannot read the list of hosts {text!r}", fix="set MASTER_ADDR to rank 0's host"
     )

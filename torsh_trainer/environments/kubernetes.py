@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.reading import Reading, is_set, missing
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 _INDEX = "JOB_COMPLETION_INDEX"
 
@@ -22,6 +22,7 @@ class Kubernetes(Environment):
     """
 
     name = "kubernetes"
+    priority = 20
     variables = (
         _INDEX,
         "WORLD_SIZE",

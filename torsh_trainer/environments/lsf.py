@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.mpi import JSM, OPENMPI, PMI, mpi_world
 from torsh_trainer.environments.reading import is_set
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 
 class Lsf(Environment):
@@ -19,6 +19,7 @@ class Lsf(Environment):
     """
 
     name = "lsf"
+    priority = 70
     variables = (
         "LSB_JOBID",
         "LSB_MCPU_HOSTS",

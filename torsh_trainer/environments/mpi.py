@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torsh_trainer.environments.hostlist import first_host
 from torsh_trainer.environments.reading import LOOPBACK, Reading, is_set, missing, node_of
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 
 @dataclass(frozen=True)

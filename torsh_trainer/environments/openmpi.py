@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.mpi import ALLOCATIONS, OPENMPI, mpi_world
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 
 class OpenMPI(Environment):
     """Processes started by Open MPI."""
 
     name = "openmpi"
+    priority = 50
     variables = (*OPENMPI.variables, *ALLOCATIONS)
 
     def world(self, env: Mapping[str, str]) -> World | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.mpi import OPENMPI, PMI, mpi_world
 from torsh_trainer.environments.reading import is_set
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 _FIX = (
     "export MASTER_ADDR=$(head -n 1 $PBS_NODEFILE) in the job script, and pass it on "
@@ -25,6 +25,7 @@ class Pbs(Environment):
     """
 
     name = "pbs"
+    priority = 60
     variables = ("PBS_JOBID", "PBS_NODEFILE", *OPENMPI.variables, *PMI.variables)
 
     def world(self, env: Mapping[str, str]) -> World | None:

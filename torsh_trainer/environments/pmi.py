@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.mpi import ALLOCATIONS, PMI, mpi_world
 from torsh_trainer.environments.slurm import Slurm
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 
 class Pmi(Environment):
@@ -18,6 +18,7 @@ class Pmi(Environment):
     """
 
     name = "pmi"
+    priority = 40
     variables = (*PMI.variables, *ALLOCATIONS)
 
     def world(self, env: Mapping[str, str]) -> World | None:

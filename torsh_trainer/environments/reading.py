@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 
+from torsh_trainer.environments.world import Rendezvous
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import Rendezvous
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 USUAL_PORT = 29500
@@ -95,7 +95,7 @@ class Reading:
         if not known:
             self.conclude(f"nothing names this job, no MASTER_PORT -> port {USUAL_PORT}")
             return USUAL_PORT
-        port = derived_port(*(self.env[name].strip() for name in known))
+        port = derive_port(*(self.env[name].strip() for name in known))
         self.conclude(f"no MASTER_PORT; {', '.join(known)} -> port {port}")
         return port
 
@@ -128,7 +128,7 @@ def missing(env: Mapping[str, str], *names: str) -> str:
     return f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set"
 
 
-def derived_port(*parts: str) -> int:
+def derive_port(*parts: str) -> int:
     """A port that all processes of one job compute alike, and two jobs rarely share."""
     return FIRST_PORT + zlib.crc32("\0".join(parts).encode()) % PORTS
 

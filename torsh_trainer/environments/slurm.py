@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.hostlist import counts, first_host
 from torsh_trainer.environments.reading import Reading, is_set, missing, node_of, number
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 _MARKS = ("SLURM_STEP_ID", "SLURM_PROCID")
 _SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
@@ -26,6 +26,7 @@ class Slurm(Environment):
     """
 
     name = "slurm"
+    priority = 30
     variables = (
         "SLURM_JOB_ID",
         *_MARKS,
@@ -42,7 +43,7 @@ class Slurm(Environment):
     )
 
     def world(self, env: Mapping[str, str]) -> World | None:
-        if not self.is_step(env) or _launched_within(env):
+        if not self.is_step(env) or _is_launched_within(env):
             return None
         read = Reading(env, self.name)
         read.text("SLURM_STEP_ID", means="srun's step")
@@ -95,7 +96,7 @@ class Slurm(Environment):
         return "RANK, LOCAL_RANK and WORLD_SIZE differ: another launcher runs inside the step"
 
 
-def _launched_within(env: Mapping[str, str]) -> bool:
+def _is_launched_within(env: Mapping[str, str]) -> bool:
     pairs = (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID"))
     if not all(is_set(env, ours) for ours in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         return False

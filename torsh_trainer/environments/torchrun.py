@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torsh_trainer.environments.base import Environment
 from torsh_trainer.environments.reading import Reading, is_set, missing
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 _MARKS = ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE")
 
@@ -17,6 +17,7 @@ class Torchrun(Environment):
     """Processes started by torch's own launcher; its agent usually serves the store itself."""
 
     name = "torchrun"
+    priority = 90
     variables = (
         "TORCHELASTIC_RUN_ID",
         "RANK",

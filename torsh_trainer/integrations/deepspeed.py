@@ -9,23 +9,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torsh_trainer import schedule as schedules
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.integrations.sharded import FSDPConfig
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.precision import DTypeName, LossScaling, Precision
-from torsh_trainer.schedule import Schedule, StatefulSchedule
+from torsh_trainer.optim import schedule as schedules
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.precision import DTypeName, LossScaling, Precision
+from torsh_trainer.optim.schedule import Schedule, StatefulSchedule
+from torsh_trainer.optim.schedule import deepspeed as emulated
 from torsh_trainer.strategies.base import Clip
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.translate.deepspeed import versions
 from torsh_trainer.translate.deepspeed.source import Options
-from torsh_trainer.translate.deepspeed.translator import translated
+from torsh_trainer.translate.deepspeed.translator import translate_document
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.reading import Document, read
 
 _SCHEDULES: Mapping[str, type[Schedule] | type[StatefulSchedule]] = {
     found.name: found
-    for found in (getattr(schedules, name) for name in schedules.__all__)
+    for room in (schedules, emulated)
+    for found in (getattr(room, name) for name in room.__all__)
     if issubclass(found, Schedule | StatefulSchedule) and hasattr(found, "name")
 }
 """By the name of the option."""
@@ -118,7 +120,7 @@ class DeepSpeedIntegration:
                 fix="call torch.distributed.init_process_group first",
             )
         options = replace(self.config.options, world_size=world_size)
-        translated(self.config.document, options)
+        translate_document(self.config.document, options)
         self.config = replace(self.config, options=options)
         self.is_initialized = True
 
@@ -129,7 +131,7 @@ class DeepSpeedIntegration:
         Raises:
             ConfigError: the configuration is invalid; the message has the place.
         """
-        return translated(self.config.document, self.config.options)
+        return translate_document(self.config.document, self.config.options)
 
     def to_fsdp_config(self) -> FSDPConfig:
         """What ``FullyShardedDataParallel(model, config)`` takes: stages 2 and 3, and offloading.
@@ -162,7 +164,7 @@ def _refuse(plan: Plan) -> None:
 
 
 def _fsdp_config(plan: Plan) -> FSDPConfig:
-    groups = _grouped(plan.values)
+    groups = _group_values(plan.values)
     trainer = groups.get("trainer", {})
     return FSDPConfig(
         strategy=FSDP(**groups.get("strategy", {})),
@@ -182,7 +184,7 @@ def _fsdp_config(plan: Plan) -> FSDPConfig:
     )
 
 
-def _grouped(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _group_values(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         group, _, name = key.partition(".")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torsh_trainer.comm.compression import FP16, TopK
 from torsh_trainer.comm.compression.base import Compression, NoCompression
-from torsh_trainer.comm.data_parallel import BucketConfig
+from torsh_trainer.distributed.data_parallel import BucketConfig
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.translate.horovod.job import Options
 from torsh_trainer.translate.horovod.translator import translate

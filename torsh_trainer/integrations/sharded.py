@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,19 +13,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import CommOptions
+from torsh_trainer.comm.devices import choose_device
 from torsh_trainer.comm.start import create
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.hardware import choose_device
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.pace import Pace
-from torsh_trainer.precision import Precision
-from torsh_trainer.schedule.base import Schedule, StatefulSchedule
+from torsh_trainer.optim.learning_rates import LearningRateDriver
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.precision import DTYPES, Precision
+from torsh_trainer.optim.schedule.base import Schedule, StatefulSchedule
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, StepOutcome
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.strategies.native import DTYPES
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 from torsh_trainer.translate.plan import Plan
-from torsh_trainer.world import World
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 """Builds an optimizer over the parameters as they are once sharded."""
@@ -88,14 +87,10 @@ class FullyShardedDataParallel(nn.Module):
         world = World()  # the group knows of the others
         self._comm = create(world, CommOptions(), choose_device("auto", world))
         script = _Script(config.optimizer, optimizer)
-        strategy: Any = config.strategy
-        # An engine fills gradients where it sees a whole step; here, that is where one ends.
-        self._zero_unused = bool(getattr(strategy, "zero_unused", False))
-        if self._zero_unused:
-            strategy = replace(strategy, zero_unused=False)
-        self._engine = strategy.prepare(_job(model, script, config, self._comm), self._comm)
+        job = _job(model, script, config, self._comm)
+        self._engine = config.strategy.prepare(job, self._comm)
         self.module = self._engine.module
-        self._pace = Pace(config.schedule, self._engine.optimizers, total=total_steps)
+        self._pace = LearningRateDriver(config.schedule, self._engine.optimizers, total=total_steps)
         self._backwards = 0
         self._updates = 0
 
@@ -147,10 +142,6 @@ class FullyShardedDataParallel(nn.Module):
             )
         if not self.is_gradient_accumulation_boundary():
             return None
-        if self._zero_unused:
-            for parameter in self.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
         self._pace.before_update(self._updates)
         outcome = self._engine.step(self.config.clip, measure_norm=True)
         self._engine.zero_grad()
@@ -181,7 +172,7 @@ class _Script(Task):
 
 
 def _job(model: nn.Module, script: Task, config: FSDPConfig, comm: Any) -> Job:
-    size = comm.world.size
+    size = comm.size
     return Job(
         task=script,
         build_model=lambda: model,

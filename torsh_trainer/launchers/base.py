@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torsh_trainer import environments
-from torsh_trainer.world import ALONE, World
+from torsh_trainer.environments.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -50,5 +50,5 @@ class Launcher(abc.ABC):
 
 def print_explanation(context: LaunchContext, plan: str = "runs in this process") -> None:
     """Prints, on one process of the job, which variables decided and what will be started."""
-    if context.found is None or context.found.is_main:
+    if context.found is None or context.found.is_rank_zero:
         print(f"{environments.explain(context.env)}\nthe launcher {plan}", flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torsh_trainer.comm.symptoms import is_communication
 from torsh_trainer.errors import Interrupted, TorshError, WorkerError
-from torsh_trainer.user_code import words_of
+from torsh_trainer.utils.user_code import words_of
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def failure_of(error: BaseException, *, rank: int, time_s: float) -> Failure:
             fix=error.fix,
             traceback=text,
             cause=cause,
-            cause_exit_code=getattr(error, "cause_exit_code", error.exit_code),
+            cause_exit_code=exit_code_of(error),
             cause_facts={key: _plain(value) for key, value in error.facts.items()},
             collateral=collateral,
             worded=True,
@@ -64,6 +64,13 @@ def failure_of(error: BaseException, *, rank: int, time_s: float) -> Failure:
         cause=cause,
         collateral=collateral,
     )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """With which code a process ends that ``error`` ends."""
+    if not isinstance(error, TorshError):
+        return WorkerError.exit_code
+    return int(getattr(error, "cause_exit_code", error.exit_code))
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:

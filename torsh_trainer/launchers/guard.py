@@ -65,19 +65,22 @@ def start(*, parent_pid: int, leash: int) -> Guard:
 def _guard(worker: int, leash: int, parent: int, own: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # they are for the worker
-    if own in _ended([leash, parent, own]):
+    if own in _wait_for_ends([leash, parent, own]):
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGTERM)
     deadline_s = time.monotonic() + GRACE_S
-    while own not in _ended([own], deadline_s - time.monotonic()) and time.monotonic() < deadline_s:
+    while (
+        own not in _wait_for_ends([own], deadline_s - time.monotonic())
+        and time.monotonic() < deadline_s
+    ):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _guard_by_thread(leash: int, parent_pid: int) -> None:
     # The parent's number changes when it dies: some other process may hold the leash's far end.
-    while not _ended([leash], _POLL_S) and os.getppid() == parent_pid:
+    while not _wait_for_ends([leash], _POLL_S) and os.getppid() == parent_pid:
         pass
     if callable(signal.getsignal(signal.SIGTERM)):  # the entry can stop in good order
         os.kill(os.getpid(), signal.SIGTERM)
@@ -85,7 +88,7 @@ def _guard_by_thread(leash: int, parent_pid: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _ended(descriptors: list[int], timeout_s: float | None = None) -> list[int]:
+def _wait_for_ends(descriptors: list[int], timeout_s: float | None = None) -> list[int]:
     """Those that have come to their end, in so many seconds."""
     poll = select.poll()
     for descriptor in descriptors:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torsh_trainer.environments.world import ALONE
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.launchers.base import LaunchContext, Launcher, print_explanation
-from torsh_trainer.world import ALONE
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 import cloudpickle
 
-from torsh_trainer.importing import collector_at_rest
+from torsh_trainer.environments.world import World
 from torsh_trainer.launchers import guard
-from torsh_trainer.launchers.failures import failure_of
+from torsh_trainer.launchers.failures import exit_code_of, failure_of
 from torsh_trainer.launchers.messages import Sender
-from torsh_trainer.signals import ends_with_its_run
-from torsh_trainer.world import World
+from torsh_trainer.utils.importing import collector_at_rest
+from torsh_trainer.utils.signals import ends_with_its_run
 
 
 class Handles(NamedTuple):
@@ -62,6 +62,7 @@ class Payload:
 
 
 _sender: Sender | None = None
+_told_failure = False
 
 
 def report_ready() -> None:
@@ -73,6 +74,20 @@ def report_ready() -> None:
     """
     if _sender is not None:
         _sender.send("ready")
+
+
+def report_failure(error: BaseException, *, rank: int) -> bool:
+    """Tells the launcher at once that this worker fails; False outside a worker.
+
+    What comes between the failure and the worker's end may take long, or hang.
+    """
+    global _told_failure  # noqa: PLW0603  # one process, one worker
+    if _sender is None:
+        return False
+    if not _told_failure:
+        _told_failure = True
+        _sender.send("failure", failure_of(error, rank=rank, time_s=time.monotonic()))
+    return True
 
 
 def main(words: list[str]) -> int:
@@ -95,9 +110,8 @@ def main(words: list[str]) -> int:
         answer = _run(payload, handles.place)
     except BaseException as error:  # noqa: BLE001  # whatever it is, the parent words it
         _drop_own_frames(error)
-        failure = failure_of(error, rank=world.rank, time_s=time.monotonic())
-        _sender.send("failure", failure)
-        return failure.cause_exit_code
+        report_failure(error, rank=world.rank)
+        return exit_code_of(error)
     _sender.send("answer", answer)
     return 0
 

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pickle
 import selectors
-import shutil
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import Any
 
-from torsh_trainer.errors import Interrupted, ResourceError, WorkerError
+from torsh_trainer.environments.world import World
+from torsh_trainer.errors import Interrupted, WorkerError
 from torsh_trainer.launchers.failures import Failure, root_cause
-from torsh_trainer.launchers.inside import Handles, Payload
-from torsh_trainer.launchers.messages import Inbox
-from torsh_trainer.launchers.oom import OomKills
-from torsh_trainer.launchers.sending import pickled_call
-from torsh_trainer.signals import signal_name
-from torsh_trainer.user_code import place_in
-from torsh_trainer.world import World
+from torsh_trainer.launchers.inside import Payload
+from torsh_trainer.launchers.logs import Logs, log_folder
+from torsh_trainer.launchers.sending import pickle_call
+from torsh_trainer.launchers.stop_signals import StopSignals
+from torsh_trainer.launchers.transport import Transport, TransportFactory, WorkerStart
+from torsh_trainer.launchers.workers import Worker
+from torsh_trainer.utils.signals import signal_name
+from torsh_trainer.utils.user_code import place_in
 
 log = logging.getLogger(__name__)
 
-MODULE = "torsh_trainer.launchers.worker"
 POLL_S = 0.1
 SETTLE_S = 2.0
 """After a failure the other workers have this long to fail as well, so that the cause is known."""
@@ -41,17 +35,10 @@ LOST_PEER_S = 5.0
 """While stopping: how long workers may take once one of them has ended without finishing."""
 LAST_WORDS_S = 0.5
 """How long a hung worker may take to write down where it hangs, or a stopped one to end."""
-PATIENCE_S = 0.5
-"""A second SIGINT within this time is an echo of the first (a wrapper that forwards it)."""
-UNKILLABLE_S = 10.0
-"""A process may hang in the kernel (a dead network drive), where SIGKILL does not reach it."""
-TAIL_LINES = 20
-
-SIGBUS_HINT = "shared memory is usually full: fewer data workers, or a larger /dev/shm"
 
 
 @dataclass(frozen=True)
-class Limits:
+class JobTimeouts:
     """How long a job waits, in seconds: for workers to start, and to stop when asked."""
 
     startup_s: float
@@ -59,40 +46,27 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A place that another program (mpirun) holds for a process: how the process takes it.
-
-    ``env`` is added to its variables, ``descriptors`` are inherited under their numbers, and
-    ``cpus`` are the processors to which it is bound; None binds it to none.
-    """
-
-    env: Mapping[str, str]
-    descriptors: tuple[int, ...] = ()
-    cpus: frozenset[int] | None = None
-
-
-@dataclass(frozen=True)
 class Workers:
     """What to start: one process for each of ``worlds``, with the environment ``env``.
 
     ``threads`` None leaves OMP_NUM_THREADS as it is. ``log_dir`` takes ``rank-N.log`` of every
-    rank but 0; None makes a folder that stays only if the job fails. ``seats`` are one for each
-    process, or none.
+    rank but 0; None makes a folder that stays only if the job fails.
     """
 
     worlds: tuple[World, ...]
     env: Mapping[str, str]
     threads: int | None
     log_dir: Path | None
-    listener: socket.socket | None
-    seats: Sequence[Seat] = ()
-
-    def seat(self, index: int) -> Seat:
-        """The place of a process; an empty one where nobody holds any."""
-        return self.seats[index] if self.seats else Seat({})
 
 
-def run(entry: Callable[..., Any], args: Sequence[Any], *, workers: Workers, limits: Limits) -> Any:
+def run(
+    entry: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    workers: Workers,
+    transport: TransportFactory,
+    limits: JobTimeouts,
+) -> Any:
     """Calls ``entry(world, *args)`` in a process for each world; returns the first rank's answer.
 
     Raises:
@@ -101,156 +75,63 @@ def run(entry: Callable[..., Any], args: Sequence[Any], *, workers: Workers, lim
         ConfigError: ``entry`` or ``args`` cannot be sent to another process.
         ResourceError: a process or a log file cannot be made.
     """
-    payload = _pickled(entry, args, workers)
+    payload = Payload(
+        worlds=workers.worlds,
+        path=[folder or str(Path.cwd()) for folder in sys.path],
+        argv=list(sys.argv),
+        python_path=workers.env.get("PYTHONPATH"),
+        call=pickle_call(entry, args),
+    )
     with contextlib.ExitStack() as stack:
-        logs = stack.enter_context(_log_folder(workers.log_dir))
-        signals = stack.enter_context(_Signals())
+        opened = transport(payload)
+        stack.callback(opened.close)
+        logs = stack.enter_context(log_folder(workers.log_dir))
+        signals = stack.enter_context(StopSignals())
         job = _Job(limits, signals, logs)
         stack.callback(job.close)
-        job.start(workers, payload)
+        job.start(workers, opened)
         return job.wait()
-
-
-# -- one worker ----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Worker:
-    """A process, and what it has told so far; ``speaks`` where its output is the parent's."""
-
-    rank: int
-    speaks: bool
-    process: subprocess.Popen[bytes]
-    inbox: Inbox
-    stack: IO[bytes]
-    log: Path
-    ready: bool = False
-    answer: bytes | None = None
-    failure: Failure | None = None
-    ended: bool = False
-    oom_kills: OomKills = field(default_factory=OomKills)
-
-    def listen(self) -> None:
-        """Takes what has arrived, and notices the end of the process."""
-        code = self.process.poll()
-        for message in self.inbox.receive():
-            match message:
-                case ("ready",):
-                    self.ready = True
-                case ("answer", answer):
-                    self.answer = answer
-                case ("failure", failure):
-                    self.failure = failure
-        if code is not None and not self.ended:
-            self.ended = True
-            if self.answer is None and self.failure is None:
-                self.failure = self._death(code)
-            elif self.answer is not None and code != 0:
-                log.warning("rank %d finished, then ended with %s", self.rank, _exit_words(code))
-
-    def signal(self, number: int) -> None:
-        if not self.ended:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(number)
-
-    def kill(self) -> None:
-        """Ends the process and whatever it started that stayed in its session."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        try:
-            self.process.wait(UNKILLABLE_S)
-        except subprocess.TimeoutExpired:
-            log.warning("rank %d (process %d) hangs in the kernel", self.rank, self.process.pid)
-
-    def last_words(self) -> str:
-        """The stack that faulthandler wrote, of a crash or of a hang."""
-        self.stack.seek(0)
-        return self.stack.read().decode(errors="replace").strip()
-
-    def _death(self, code: int) -> Failure:
-        hint = {-signal.SIGKILL: self.oom_kills.since, -signal.SIGBUS: lambda: SIGBUS_HINT}
-        output = "its last output is above" if self.speaks else f"its last output is in {self.log}"
-        fix = "; ".join(filter(None, [hint.get(code, str)(), output]))
-        if code < 0:
-            place = place_in(self.last_words())
-            at = f" at {place}" if place else ""
-            sentence = f"rank {self.rank} was killed by {_exit_words(code)}{at}"
-        else:
-            sentence = f"rank {self.rank} ended before it was done, with {_exit_words(code)}"
-        return Failure(
-            self.rank,
-            time.monotonic(),
-            sentence,
-            fix=fix,
-            traceback=self.last_words() or _tail(self.log),
-            worded=True,
-        )
-
-    def close(self) -> None:
-        os.close(self.inbox.fd)
-        self.stack.close()
-
-
-def _exit_words(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
-def _tail(file: Path) -> str:
-    try:
-        lines = file.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-TAIL_LINES:])
-
-
-# -- all of them ---------------------------------------------------------------------------------
 
 
 class _Job:
     """Starts workers, waits for them, and ends them; nothing of it is left after ``close``."""
 
-    def __init__(self, limits: Limits, signals: _Signals, logs: _Logs) -> None:
+    def __init__(self, limits: JobTimeouts, signals: StopSignals, logs: Logs) -> None:
         self._limits = limits
         self._signals = signals
         self._logs = logs
-        self._workers: list[_Worker] = []
-        self._leash, self._leash_hand = os.pipe()
+        self._workers: list[Worker] = []
         self._selector = selectors.DefaultSelector()
         self._started_s = time.monotonic()
 
-    def start(self, workers: Workers, payload: IO[bytes]) -> None:
+    def start(self, workers: Workers, transport: Transport) -> None:
         """Starts every process."""
-        with payload:
-            for stream in (sys.stdout, sys.stderr):
-                if stream is not None:
-                    stream.flush()
-            for index in range(len(workers.worlds)):
-                worker = _spawn(index, workers, payload, self._leash, self._logs.path)
-                self._workers.append(worker)
-                self._selector.register(worker.inbox.fd, selectors.EVENT_READ, worker)
-        if workers.listener is not None:
-            workers.listener.close()  # rank 0 holds it now: with it dies the port
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        for index, world in enumerate(workers.worlds):
+            file = self._logs.path / f"rank-{world.rank}.log"
+            env = _environment(world, workers)
+            start = WorkerStart(index, world, env, output=file if index else None)
+            worker = Worker(world.rank, index == 0, transport.start(start), file)
+            self._workers.append(worker)
+            self._selector.register(worker.handle.descriptor, selectors.EVENT_READ, worker)
+        transport.all_started()
 
     def wait(self) -> Any:
         """The first rank's answer, once every worker has ended."""
         while True:
             self._listen()
             if self._signals.stop is not None:
-                raise self._stopped()
+                raise self._end_after_signal()
             if self._failures():
-                raise self._failed()
+                raise self._end_after_failure()
             if all(worker.answer is not None for worker in self._workers):
                 break
             self._check_start()
         self._until_ended(time.monotonic() + self._limits.grace_s)
         if self._signals.stop is not None:
-            raise self._stopped()
+            raise self._end_after_signal()
         for worker in self._workers:
             if not worker.ended:
                 log.warning("rank %d finished, but did not end; it was killed", worker.rank)
@@ -259,17 +140,15 @@ class _Job:
     def close(self) -> None:
         """Kills what still runs."""
         for worker in self._workers:
-            worker.kill()
-            worker.close()
+            worker.handle.kill()
+            worker.handle.close()
         self._selector.close()
-        os.close(self._leash_hand)
-        os.close(self._leash)
 
     # -- watching --------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         for key, _ in self._selector.select(POLL_S):
-            worker: _Worker = key.data
+            worker: Worker = key.data
             worker.listen()
             if worker.ended:
                 self._selector.unregister(key.fileobj)
@@ -313,7 +192,7 @@ class _Job:
 
     # -- ending ----------------------------------------------------------------------------------
 
-    def _failed(self) -> WorkerError | Interrupted:
+    def _end_after_failure(self) -> WorkerError | Interrupted:
         """Ends the job after a failure; the error that tells its cause."""
         began_s = time.monotonic()
         while not all(w.ended for w in self._workers):
@@ -329,7 +208,7 @@ class _Job:
             self._note(failure)
         cause = root_cause(failures)
         if cause.interrupted:
-            return self._interrupted(failures)
+            return self._make_interrupted(failures)
         return self._worker_error(cause, where=where)
 
     def _whereabouts(self) -> list[str]:
@@ -337,12 +216,12 @@ class _Job:
         silent = [w for w in self._workers if w.ready and not w.ended and w.failure is None]
         for worker in silent:
             worker.signal(signal.SIGUSR2)  # faulthandler writes down where it is
-        stacks = self._settled([w for w in silent if w.answer is None])
+        stacks = self._collect_stacks([w for w in silent if w.answer is None])
         places = {rank: place_in(stack) for rank, stack in stacks.items()}
         ended = [f"rank {w.rank} has finished" for w in self._workers if w.answer is not None]
         return ended + [f"rank {rank} was at {place}" for rank, place in places.items() if place]
 
-    def _settled(self, workers: Sequence[_Worker]) -> dict[int, str]:
+    def _collect_stacks(self, workers: Sequence[Worker]) -> dict[int, str]:
         """By rank, the stacks that were asked for, once they grow no more, or after SETTLE_S."""
         deadline_s = time.monotonic() + SETTLE_S
         stacks = {w.rank: "" for w in workers}
@@ -362,11 +241,11 @@ class _Job:
             worker.signal(signal.SIGTERM)
         self._until_ended(time.monotonic() + LAST_WORDS_S)
         for worker, failure in failed:
-            worker.kill()
+            worker.handle.kill()
             worker.ended = True
             worker.failure = failure
 
-    def _stopped(self) -> Interrupted:
+    def _end_after_signal(self) -> Interrupted:
         """Ends the job after a signal: the workers have been told, and may save and finish."""
         deadline_s = time.monotonic() + self._limits.grace_s
         lost = False
@@ -382,9 +261,9 @@ class _Job:
         failures = self._failures()
         for failure in failures:
             self._note(failure)
-        return self._interrupted(failures, killed=killed)
+        return self._make_interrupted(failures, killed=killed)
 
-    def _interrupted(
+    def _make_interrupted(
         self, failures: Sequence[Failure], *, killed: Sequence[int] = ()
     ) -> Interrupted:
         told = sorted((f for f in failures if f.interrupted), key=lambda f: f.rank)
@@ -448,70 +327,9 @@ class WorkerTraceback(Exception):
         return f"\n\nin the worker:\n{self.args[0]}"
 
 
-# -- starting ------------------------------------------------------------------------------------
-
-
-def _pickled(entry: Callable[..., Any], args: Sequence[Any], workers: Workers) -> IO[bytes]:
-    """An unnamed file, so that a job that dies leaves nothing behind."""
-    payload = Payload(
-        worlds=workers.worlds,
-        path=[folder or str(Path.cwd()) for folder in sys.path],
-        argv=list(sys.argv),
-        python_path=workers.env.get("PYTHONPATH"),
-        call=pickled_call(entry, args),
-    )
-    try:
-        file = tempfile.TemporaryFile(prefix="torsh-")  # noqa: SIM115  # the job closes it
-        pickle.dump(payload, file)
-        file.flush()
-    except OSError as error:
-        raise ResourceError(
-            f"the run cannot be written down for its workers: {error}",
-            fix="free some space, or point TMPDIR elsewhere",
-        ) from error
-    return file
-
-
-def _spawn(index: int, workers: Workers, payload: IO[bytes], leash: int, log_dir: Path) -> _Worker:
-    world, seat = workers.worlds[index], workers.seat(index)
-    status, status_hand = os.pipe()
-    stack = tempfile.TemporaryFile(prefix="torsh-")  # noqa: SIM115  # the worker's lifetime
-    handles = Handles(index, os.getpid(), payload.fileno(), status_hand, leash, stack.fileno())
-    inherited = [*handles[2:], *seat.descriptors]
-    if world.rendezvous is not None and world.rendezvous.listen_fd is not None:
-        inherited.append(world.rendezvous.listen_fd)
-    file = log_dir / f"rank-{world.rank}.log"
-    try:
-        with contextlib.ExitStack() as closing:
-            closing.callback(os.close, status_hand)
-            output = closing.enter_context(file.open("ab")) if index else None
-            process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, *handles.argv()],
-                env={**_environment(world, workers), **seat.env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if output else None,
-                pass_fds=inherited,
-                start_new_session=True,  # Ctrl-C reaches the parent alone, which passes it on
-            )
-            if seat.cpus is not None:
-                os.sched_setaffinity(process.pid, seat.cpus)
-    except OSError as error:
-        os.close(status)
-        stack.close()
-        raise ResourceError(
-            f"rank {world.rank} cannot be started: {error}",
-            fix="fewer processes, or see the limits of this machine (ulimit -a, df)",
-        ) from error
-    return _Worker(world.rank, index == 0, process, Inbox(status), stack, file)
-
-
 def _environment(world: World, workers: Workers) -> dict[str, str]:
     """The variables of a worker: the parent's, its place for other libraries, its threads."""
     env = {k: v for k, v in workers.env.items() if not k.startswith("TORCHELASTIC_")}
-    root = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), root]))
-    env["PYTHONUNBUFFERED"] = "1"  # what a killed worker said last is in its log
     env |= {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
@@ -526,76 +344,3 @@ def _environment(world: World, workers: Workers) -> dict[str, str]:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             env[name] = str(workers.threads)
     return env
-
-
-@dataclass
-class _Logs:
-    path: Path
-    keep: bool = False
-
-
-@contextlib.contextmanager
-def _log_folder(wanted: Path | None) -> Iterator[_Logs]:
-    """The folder for logs; one of our own making goes again when nothing failed."""
-    try:
-        if wanted is not None:
-            wanted.mkdir(parents=True, exist_ok=True)
-        logs = _Logs(wanted or Path(tempfile.mkdtemp(prefix="torsh-logs-")))
-    except OSError as error:
-        raise ResourceError(
-            f"the folder for logs cannot be made: {error}", fix="choose another run directory"
-        ) from error
-    try:
-        yield logs
-    finally:
-        if wanted is None and not logs.keep:
-            shutil.rmtree(logs.path, ignore_errors=True)
-
-
-# -- signals -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Signals:
-    """Within the block, requests to stop become values; the handlers before it come back after.
-
-    Off the main thread, where Python allows no handlers, nothing is caught. A signal that is
-    ignored (``nohup``, a background job of a shell) stays ignored. SIGUSR1, SLURM's warning ahead
-    of the time limit, is passed on, and then given to whoever handled it before.
-    """
-
-    stop: int | None = None
-    impatient: bool = False
-    _stopped_s: float = 0.0
-    _pending: list[int] = field(default_factory=list)
-    _previous: dict[int, Any] = field(default_factory=dict)
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                previous = signal.getsignal(number)
-                if previous is not signal.SIG_IGN and previous is not None:
-                    self._previous[number] = previous
-                    signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def take(self) -> Iterable[int]:
-        """Signals that are to be passed on to the workers, each once."""
-        pending, self._pending = self._pending, []
-        return pending
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
-            self._pending.append(number)
-            if callable(previous := self._previous[number]):
-                previous(number, frame)
-        elif self.stop is None:
-            self.stop = number
-            self._stopped_s = time.monotonic()
-            self._pending.append(number)
-        elif number == signal.SIGINT and time.monotonic() > self._stopped_s + PATIENCE_S:
-            self.impatient = True

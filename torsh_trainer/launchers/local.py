@@ -7,13 +7,16 @@ import errno
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from torsh_trainer.environments.reading import LOOPBACK, first_rank
+from torsh_trainer.environments.world import ALONE, Rendezvous, World
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.launchers import hardware, job
 from torsh_trainer.launchers.base import LaunchContext, Launcher, print_explanation
-from torsh_trainer.world import ALONE, Rendezvous, World
+from torsh_trainer.launchers.local_transport import LocalTransport, ProcessSlot
+from torsh_trainer.launchers.transport import TransportFactory
 
 _BACKLOG = 1024
 
@@ -79,17 +82,22 @@ class Local(Launcher):
                 env=context.env,
                 threads=self._threads(len(worlds), context),
                 log_dir=context.log_dir,
-                listener=listener,
-                seats=held,
             )
-            limits = job.Limits(startup_s=self.startup_timeout_s, grace_s=self.grace_s)
-            return job.run(entry, args, workers=workers, limits=limits)
+            transport = self.transport(listener=listener, seats=held)
+            limits = job.JobTimeouts(startup_s=self.startup_timeout_s, grace_s=self.grace_s)
+            return job.run(entry, args, workers=workers, transport=transport, limits=limits)
 
     def seats(
         self, count: int, context: LaunchContext
-    ) -> contextlib.AbstractContextManager[Sequence[job.Seat]]:
+    ) -> contextlib.AbstractContextManager[Sequence[ProcessSlot]]:
         """Places that another program holds for the processes; here there are none to take."""
         return contextlib.nullcontext(())
+
+    def transport(
+        self, *, listener: socket.socket | None, seats: Sequence[ProcessSlot]
+    ) -> TransportFactory:
+        """What starts the processes; ``listener`` is where they meet, if rank 0 is among them."""
+        return partial(LocalTransport, listener=listener, seats=seats)
 
     def size(self, context: LaunchContext) -> int:
         return self._worlds(context)[0].size
@@ -105,7 +113,7 @@ class Local(Launcher):
                 count = hardware.accelerators(context.env) or 1
             meeting = Rendezvous(self.address or "127.0.0.1", self.port or 0)
             return (found,) if count == 1 else _places(count, count, 0, meeting, self.name)
-        found = self._met(found)
+        found = self._set_meeting(found)
         if found.told == "process":
             if self.num_processes not in ("auto", 1, found.local_size):
                 raise ConfigError(
@@ -146,7 +154,7 @@ class Local(Launcher):
         assert found.rendezvous is not None, "a world of several processes has a meeting"
         return _places(count, found.size, first, found.rendezvous, found.source)
 
-    def _met(self, found: World) -> World:
+    def _set_meeting(self, found: World) -> World:
         """``found``, meeting where the knobs say."""
         meeting = found.rendezvous
         if meeting is None or (self.address is None and self.port is None):
@@ -219,13 +227,13 @@ def _listening(
     if worlds[0].rank != 0 or meeting.hosted:
         yield worlds, None
         return
-    with _bound(meeting) as listener:
+    with _bind_socket(meeting) as listener:
         meeting = replace(meeting, port=listener.getsockname()[1])
         main = replace(worlds[0], rendezvous=replace(meeting, listen_fd=listener.fileno()))
         yield (main, *(replace(world, rendezvous=meeting) for world in worlds[1:])), listener
 
 
-def _bound(meeting: Rendezvous) -> socket.socket:
+def _bind_socket(meeting: Rendezvous) -> socket.socket:
     """A listening socket: on the loopback alone when all meet there, else on every interface."""
     try:
         if meeting.address in LOOPBACK:

@@ -14,7 +14,7 @@ import cloudpickle
 from torsh_trainer.errors import ConfigError
 
 
-def pickled_call(entry: Callable[..., Any], args: Sequence[Any]) -> bytes:
+def pickle_call(entry: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """A cloudpickle of ``(entry, args)``.
 
     What is defined in a module that a worker cannot import (``__main__``, a notebook, a file

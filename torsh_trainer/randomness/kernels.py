@@ -42,12 +42,31 @@ class Drawing(Protocol):
 current: Drawing | None = None
 """Who is asked, in every thread: a backward that recomputes runs in another."""
 _KEEP: list[Any] = []  # a library's kernels go with it
+_KERNELS: list[Callable[..., Any]] = []
+_asks: Callable[..., Any]
+_hidden = False
+
+
+def hide_from_compiler() -> None:
+    """From now on torch.compile does not look into the kernels, nor into what they call.
+
+    Compiled code calls them through torch's dispatcher, and its compiler would take the frames
+    that it meets there for code of the model: with another key in each step, it would compile the
+    arithmetic of the keys for symbols, which overflow.
+    """
+    global _hidden, _asks  # noqa: PLW0603 - for the process, as the kernels are
+    if _hidden:
+        return
+    _hidden = True
+    _asks = torch.compiler.disable(_ask)
+    for kernel in _KERNELS:
+        torch.compiler.disable(kernel, recursive=False)
 
 
 @functools.cache
 def install(device_type: str) -> None:
     """Replaces the kernels of a device, once a process."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}[device_type]
+    key = torch._C._dispatch_key_for_device(device_type)
     library = torch.library.Library("aten", "IMPL")
     _KEEP.append(library)
     has = torch._C._dispatch_has_kernel_for_dispatch_key
@@ -73,14 +92,24 @@ def _asking(name: str, key: str) -> Callable[..., Any]:
             return original.call_boxed(keys, *args, **kwargs)
         if draw is not None and kwargs.get("generator") is None:
             kwargs.pop("generator", None)
-            drawn = draw(drawing, *args, **kwargs)
+            drawn = _asks(draw, drawing, *args, **kwargs)
             if drawn is not None:
                 return drawn
         else:
-            drawing.leave(name)
+            _asks(drawing.leave, name)
         return original.call_boxed(keys, *args, **kwargs)
 
+    _KERNELS.append(kernel)
+    if _hidden:
+        torch.compiler.disable(kernel, recursive=False)
     return kernel
+
+
+def _ask(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+_asks = _ask
 
 
 def _words(

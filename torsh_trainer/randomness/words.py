@@ -15,33 +15,33 @@ import torch
 from torch import Tensor
 
 
-def _signed(word: int) -> int:
+def _as_signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
 _ALL = (1 << 64) - 1
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
-_DRAW = _signed(0xD1B54A32D192ED03)
+_GAMMA = _as_signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _as_signed(0xBF58476D1CE4E5B9), _as_signed(0x94D049BB133111EB)
+_DRAW = _as_signed(0xD1B54A32D192ED03)
 _KEPT_WORDS = 1 << 18
 """Constants of a shape up to so many are kept, 2 MiB."""
 
 
 def mix(words: Tensor) -> Tensor:
     """The finalizer of splitmix64, elementwise, of int64."""
-    words = (words ^ _shifted(words, 30)).mul_(_FIRST)
-    words = words.bitwise_xor_(_shifted(words, 27)).mul_(_SECOND)
-    return words.bitwise_xor_(_shifted(words, 31))
+    words = (words ^ _shift_right(words, 30)).mul_(_FIRST)
+    words = words.bitwise_xor_(_shift_right(words, 27)).mul_(_SECOND)
+    return words.bitwise_xor_(_shift_right(words, 31))
 
 
-def _shifted(words: Tensor, by: int) -> Tensor:
+def _shift_right(words: Tensor, by: int) -> Tensor:
     """To the right, filled with zeros."""
     return (words >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def keys_of(step_key: int, places: Tensor) -> Tensor:
     """int64 (draws, samples): the keys of a step for the places of ``places_of``."""
-    keys = (places + _signed(step_key)).mul_(_FIRST)
+    keys = (places + _as_signed(step_key)).mul_(_FIRST)
     return keys.bitwise_xor_(keys >> 32).mul_(_SECOND)
 
 
@@ -73,10 +73,10 @@ def pairs_of(keys: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _constants(shape: tuple[int, ...], device: torch.device) -> Tensor:
     kept = math.prod(shape) <= _KEPT_WORDS
-    return (_kept_constants if kept else _computed)(shape, device)
+    return (_compute_constants_once if kept else _compute_constants)(shape, device)
 
 
-def _computed(shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _compute_constants(shape: tuple[int, ...], device: torch.device) -> Tensor:
     constants = torch.full((), _DRAW, dtype=torch.int64, device=device)
     for size in shape:
         places = torch.arange(1, size + 1, device=device)
@@ -85,8 +85,8 @@ def _computed(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _kept_constants(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return _computed(shape, device)
+def _compute_constants_once(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return _compute_constants(shape, device)
 
 
 _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24}

@@ -9,13 +9,13 @@ from datetime import datetime
 from pathlib import Path
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.files import write_text
-from torsh_trainer.foreign import escaped, readable
 from torsh_trainer.report.charts import charts_of
-from torsh_trainer.report.options import Options
+from torsh_trainer.report.options import OptionCatalog
 from torsh_trainer.report.page import page_of
 from torsh_trainer.report.png import write_png
 from torsh_trainer.report.runs import Run, read_runs
+from torsh_trainer.utils.files import write_text
+from torsh_trainer.utils.foreign import escape_controls, readable
 
 
 def main(argv: Sequence[str], *, conf: Sequence[Path] = ()) -> int:
@@ -36,14 +36,14 @@ def main(argv: Sequence[str], *, conf: Sequence[Path] = ()) -> int:
     if not charts and not any(run.result.get("error") for run in runs):
         raise _nothing_to_draw(runs)
     output = _output(options.output, options.runs)
-    offered = Options(conf)
+    offered = OptionCatalog(conf)
     page = page_of(runs, charts, now=datetime.now(), options=offered)
     write_text(output, page, fix="choose another place with --output")
-    print(escaped(str(output)))
+    print(escape_controls(str(output)))
     if options.png and charts:
         picture = output.with_suffix(".png")
         write_png(runs, charts, picture, options=offered)
-        print(escaped(str(picture)))
+        print(escape_controls(str(picture)))
     return 0
 
 

@@ -70,14 +70,14 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         charts += [_of_split(runs, split, metric) for metric in metrics]
     train = [m for m in _names(runs, "train") if m not in ("loss", "step_s", "skipped")]
     speeds = _speeds(runs, train)
-    first = ["lr", *speeds, "grad_norm", "data_wait_s", "mfu"]
+    first = ["lr", *speeds, "grad_norm", "data_wait_s", "tflops_per_device", "mfu"]
     rest = [m for m in train if m not in first and not m.endswith("_per_s")]
     charts += [_of_train(runs, metric) for metric in (*first, *rest) if metric in train]
     # A single number each (a test at the end) is the table's business.
     return [chart for chart in charts if any(len(curve.points) > 1 for curve in chart.curves)]
 
 
-def reduced(points: Sequence[Point], *, buckets: int = _POINTS) -> list[Point]:
+def thin_out(points: Sequence[Point], *, buckets: int = _POINTS) -> list[Point]:
     """So few points that the line looks the same: each bucket keeps its lowest and highest."""
     if len(points) <= 2 * buckets:
         return list(points)
@@ -93,7 +93,7 @@ def reduced(points: Sequence[Point], *, buckets: int = _POINTS) -> list[Point]:
     return [points[j] for j in sorted(kept)]
 
 
-def smoothed(points: Sequence[Point], *, half_width: int) -> list[Point]:
+def smooth(points: Sequence[Point], *, half_width: int) -> list[Point]:
     """Each value as the mean over ``half_width`` neighbours on both sides; gaps stay gaps."""
     sums, counts = [0.0], [0]
     for point in points:
@@ -148,6 +148,8 @@ def _of_train(runs: Sequence[Run], metric: str) -> Chart:
         title = "Training loss"
     elif metric == "lr":
         title = "Learning rate"
+    elif metric == "tflops_per_device":
+        title, zero = "TFLOP/s of a device", True
     elif metric == "mfu":
         title, percent, zero = "Model FLOPs utilisation", True, True
     elif metric == "grad_norm":
@@ -178,7 +180,7 @@ def _smooth(chart: Chart, *, raw: bool) -> Chart:
         return chart
     half_width = max(2, longest // 80)
     means = [
-        replace(curve, points=tuple(smoothed(curve.points, half_width=half_width)))
+        replace(curve, points=tuple(smooth(curve.points, half_width=half_width)))
         for curve in chart.curves
     ]
     behind = [replace(curve, faint=True) for curve in chart.curves] if raw else []

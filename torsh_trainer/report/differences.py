@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torsh_trainer.report.options import TARGET, Options
+from torsh_trainer.report.options import TARGET, OptionCatalog
 from torsh_trainer.report.runs import Run
 
 ABSENT = "—"
@@ -30,7 +30,7 @@ class Differences:
     named: frozenset[str]
 
 
-def differences(runs: Sequence[Run], options: Options) -> Differences:
+def differences(runs: Sequence[Run], options: OptionCatalog) -> Differences:
     """Where the configurations of ``runs`` differ."""
     differing: dict[str, list[Any]] = {}
     agreeing = 0
@@ -43,7 +43,7 @@ def differences(runs: Sequence[Run], options: Options) -> Differences:
         else:
             agreeing += 1
     nodes = _outermost(key.removesuffix(f".{TARGET}") for key in differing if _is_class(key))
-    chosen = {node: [options.chosen(run.config, node) for run in runs] for node in nodes}
+    chosen = {node: [options.find_option(run.config, node) for run in runs] for node in nodes}
     listed: dict[str, list[Any]] = {}
     folded: dict[str, list[Any]] = {}
     for key, values in differing.items():
@@ -62,7 +62,7 @@ def differences(runs: Sequence[Run], options: Options) -> Differences:
     return Differences(listed, folded, agreeing, frozenset(nodes))
 
 
-def hints(runs: Sequence[Run], options: Options) -> list[str]:
+def hints(runs: Sequence[Run], options: OptionCatalog) -> list[str]:
     """A few words on what sets each run apart: ``lr=0.01 strategy=fsdp``; or nothing."""
     found = differences(runs, options)
     # A knob that some strategies lack says less than the strategy.
@@ -83,9 +83,9 @@ def hints(runs: Sequence[Run], options: Options) -> list[str]:
     ]
 
 
-def asked_for(run: Run, options: Options) -> str:
+def strategy_of(run: Run, options: OptionCatalog) -> str:
     """The strategy that a run's configuration names; ``ABSENT`` where it names none."""
-    option = options.chosen(run.config, "strategy")
+    option = options.find_option(run.config, "strategy")
     return ABSENT if option is None else option.name
 
 

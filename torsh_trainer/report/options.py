@@ -22,7 +22,7 @@ class Option:
     knobs: Mapping[str, Any]
 
 
-class Options:
+class OptionCatalog:
     """The options in folders of config groups (``GROUP/OPTION.yaml``), read when asked for.
 
     A file that cannot be read offers nothing: what is not known is shown in full.
@@ -32,7 +32,7 @@ class Options:
         self._folders = folders
         self._groups: dict[str, dict[str, Mapping[str, Any]]] = {}
 
-    def chosen(self, config: Mapping[str, Any], node: str) -> Option | None:
+    def find_option(self, config: Mapping[str, Any], node: str) -> Option | None:
         """The option behind ``node`` (``strategy``, ``callbacks.csv``) of a flat ``config``.
 
         Of options with one class the one that most knobs agree with; a class that no option has

@@ -12,7 +12,7 @@ from typing import Any
 from torsh_trainer import __version__
 from torsh_trainer.report.charts import PALETTE, Axis, Chart, axes_of
 from torsh_trainer.report.differences import differences, hints
-from torsh_trainer.report.options import Options
+from torsh_trainer.report.options import OptionCatalog
 from torsh_trainer.report.runs import Run
 from torsh_trainer.report.svg import AXIS_TITLES, color_class, svg_of
 from torsh_trainer.report.tables import Cell, Ranking, fact_texts, ranking, results
@@ -24,7 +24,7 @@ _BADGE = ' <b class="badge">best</b>'
 
 
 def page_of(
-    runs: Sequence[Run], charts: Sequence[Chart], *, now: datetime, options: Options
+    runs: Sequence[Run], charts: Sequence[Chart], *, now: datetime, options: OptionCatalog
 ) -> str:
     """One self-contained page on ``runs``; ``options`` know their strategies by name."""
     ranked = ranking(runs)
@@ -96,7 +96,7 @@ def _axis_inputs(axes: Sequence[Axis]) -> list[str]:
 
 
 def _tools(
-    runs: Sequence[Run], axes: Sequence[Axis], options: Options, ranked: Ranking | None
+    runs: Sequence[Run], axes: Sequence[Axis], options: OptionCatalog, ranked: Ranking | None
 ) -> str:
     chips = [
         chip(i, run.name, hint, best=_is_best(i, runs, ranked))
@@ -158,7 +158,7 @@ def _failure(run: Run) -> list[str]:
     return [f"{run.state}: {said or error}"]
 
 
-def _results(runs: Sequence[Run], options: Options, ranked: Ranking | None) -> str:
+def _results(runs: Sequence[Run], options: OptionCatalog, ranked: Ranking | None) -> str:
     columns, rows = results(runs, options, ranked)
     kinds = [any(row[i].number for row in rows) for i in range(len(columns))]
     head = "".join(
@@ -207,7 +207,7 @@ def _cell(cell: Cell) -> str:
     )
 
 
-def _differences(runs: Sequence[Run], options: Options) -> str:
+def _differences(runs: Sequence[Run], options: OptionCatalog) -> str:
     if len(runs) < 2 or not any(run.config for run in runs):
         return ""
     found = differences(runs, options)

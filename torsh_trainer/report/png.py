@@ -12,9 +12,9 @@ from typing import Any
 from torsh_trainer.errors import ResourceError
 from torsh_trainer.report.charts import PALETTE, Chart, Curve
 from torsh_trainer.report.differences import hints
-from torsh_trainer.report.options import Options
+from torsh_trainer.report.options import OptionCatalog
 from torsh_trainer.report.runs import Run
-from torsh_trainer.report.together import Share, caption, coincident, shares
+from torsh_trainer.report.together import CurveShare, caption, coincident, shares
 
 _COLUMNS = 2
 _LEGEND_COLUMNS = 4
@@ -24,7 +24,7 @@ _SOFT = "#5d6877"
 
 
 def write_png(
-    runs: Sequence[Run], charts: Sequence[Chart], path: Path, *, options: Options
+    runs: Sequence[Run], charts: Sequence[Chart], path: Path, *, options: OptionCatalog
 ) -> None:
     """Draws ``charts`` over steps, two a row, with one legend for all, into ``path``.
 
@@ -83,7 +83,7 @@ def _draw(axes: Any, chart: Chart, names: Sequence[str]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _line(axes: Any, curve: Curve, share: Share | None, *, scale: float) -> None:
+def _line(axes: Any, curve: Curve, share: CurveShare | None, *, scale: float) -> None:
     steps = [point.step for point in curve.points]
     values = [math.nan if p.value is None else scale * p.value for p in curve.points]
     few = len(curve.points) <= 30

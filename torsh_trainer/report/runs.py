@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
-from torsh_trainer.files import DEEPEST, not_plain, parse_yaml
-from torsh_trainer.masking import masked, masked_override
+from torsh_trainer.utils.files import DEEPEST, not_plain, parse_yaml
+from torsh_trainer.utils.masking import mask_override, mask_tree
 
 METRICS, RESULT = "metrics.jsonl", "result.json"
 _CONFIG, _PROVENANCE = "config.yaml", "provenance.json"
@@ -131,7 +131,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         path=folder,
         rows=_rows(folder / METRICS, problems),
         result=_result(folder / RESULT, problems),
-        config=dict(flat(masked(_object(folder / _CONFIG, parse_yaml, problems)))),
+        config=dict(flat(mask_tree(_object(folder / _CONFIG, parse_yaml, problems)))),
         provenance=_provenance(folder / _PROVENANCE, problems),
     )
     if len(problems) > _MOST_PROBLEMS:
@@ -259,7 +259,7 @@ def _provenance(path: Path, problems: list[str]) -> dict[str, Any]:
     content = _object(path, json.loads, problems)
     command = content.get("command")
     if isinstance(command, list):  # of a run from before secrets were masked as it is written
-        content["command"] = [masked_override(str(word)) for word in command]
+        content["command"] = [mask_override(str(word)) for word in command]
     return content
 
 

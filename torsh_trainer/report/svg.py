@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from torsh_trainer.report.charts import PALETTE, Axis, Chart, Curve, position, reduced
+from torsh_trainer.report.charts import PALETTE, Axis, Chart, Curve, position, thin_out
 from torsh_trainer.report.runs import Point
 from torsh_trainer.report.scales import (
     Scale,
@@ -18,7 +18,7 @@ from torsh_trainer.report.scales import (
     ticks,
     time_ticks,
 )
-from torsh_trainer.report.together import Share, caption, coincident, shares
+from torsh_trainer.report.together import CurveShare, caption, coincident, shares
 
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 12, 34
@@ -39,7 +39,7 @@ def svg_of(chart: Chart, axis: Axis, names: Sequence[str]) -> str:
     groups = coincident(chart.curves, axis)
     shared = shares(chart.curves, groups)
     curves = [
-        _Drawn(curve, reduced(curve.points), axis, shared.get(i))
+        _Drawn(curve, thin_out(curve.points), axis, shared.get(i))
         for i, curve in enumerate(chart.curves)
     ]
     xs = [x for curve in curves for x, _ in curve.finite()]
@@ -83,7 +83,7 @@ class _Drawn:
     """A curve over one x axis."""
 
     def __init__(
-        self, curve: Curve, points: Sequence[Point], axis: Axis, share: Share | None
+        self, curve: Curve, points: Sequence[Point], axis: Axis, share: CurveShare | None
     ) -> None:
         self.curve = curve
         self.share = share

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torsh_trainer.report.differences import asked_for
-from torsh_trainer.report.options import Options
+from torsh_trainer.report.differences import strategy_of
+from torsh_trainer.report.options import OptionCatalog
 from torsh_trainer.report.runs import Run
 
 _HIGHER = frozenset(
@@ -68,14 +68,14 @@ def ranking(runs: Sequence[Run]) -> Ranking | None:
 
 
 def results(
-    runs: Sequence[Run], options: Options, ranked: Ranking | None = None
+    runs: Sequence[Run], options: OptionCatalog, ranked: Ranking | None = None
 ) -> tuple[list[str], list[list[Cell]]]:
     """(column names, a row of cells for each run); columns that no run fills are left out."""
     metrics = list(dict.fromkeys(name for run in runs for name in final_metrics(run)))
     columns: dict[str, list[Cell]] = {
         "state": [Cell(run.state) for run in runs],
         "strategy": [
-            Cell(str(run.result.get("strategy") or asked_for(run, options))) for run in runs
+            Cell(str(run.result.get("strategy") or strategy_of(run, options))) for run in runs
         ],
         "processes": _numbers([run.result.get("world_size") for run in runs]),
         "steps": _numbers([run.result.get("steps", _last_step(run)) for run in runs]),
@@ -84,7 +84,7 @@ def results(
     for name in (_TRAIN_LOSS, *metrics):
         judged = ranked is not None and name == ranked.column
         better = ranked.better if ranked is not None and judged else direction(name)
-        columns[name] = _judged(runs, [_number_in(run, name) for run in runs], better=better)
+        columns[name] = _mark_best(runs, [_number_in(run, name) for run in runs], better=better)
     columns |= {
         "throughput": [Cell(_speed(run), number=True) for run in runs],
         "wall time": [Cell(_clock(run.result.get("wall_s")), number=True) for run in runs],
@@ -125,7 +125,7 @@ def _numbers(values: Sequence[Any]) -> list[Cell]:
     return [Cell(number(value), number=True) for value in values]
 
 
-def _judged(runs: Sequence[Run], values: Sequence[float | None], *, better: int) -> list[Cell]:
+def _mark_best(runs: Sequence[Run], values: Sequence[float | None], *, better: int) -> list[Cell]:
     """Numbers with the best marked, among runs that are done and where they differ."""
     cells = _numbers(values)
     best = _best(runs, values, better=better) if better else None
@@ -180,11 +180,11 @@ def _speed(run: Run) -> str:
         for row in reversed(run.rows) if own else ():
             if row.get(name) and row.get("samples_per_s"):
                 rate = samples_per_s * row[name] / row["samples_per_s"]
-                return f"{number(_rounded(rate))} {name.removesuffix('_per_s')}/s"
-    return f"{number(_rounded(samples_per_s))} samples/s"
+                return f"{number(_round_rate(rate))} {name.removesuffix('_per_s')}/s"
+    return f"{number(_round_rate(samples_per_s))} samples/s"
 
 
-def _rounded(rate: float) -> float:
+def _round_rate(rate: float) -> float:
     return round(rate) if rate >= 100 else float(f"{rate:.3g}")
 
 

@@ -18,7 +18,7 @@ _DOT_PX, _RING_PX, _RINGS_PX = 2.6, 2.2, 4.4
 
 
 @dataclass(frozen=True)
-class Share:
+class CurveShare:
     """The part of a common line that one of ``turns`` curves draws, number ``turn`` from 0.
 
     ``group`` is the number of that line in its chart. Of every ``turns`` dashes of ``pitch``
@@ -68,7 +68,7 @@ def coincident(curves: Sequence[Curve], axis: Axis) -> list[list[int]]:
     return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
-def shares(curves: Sequence[Curve], groups: Sequence[Sequence[int]]) -> dict[int, Share]:
+def shares(curves: Sequence[Curve], groups: Sequence[Sequence[int]]) -> dict[int, CurveShare]:
     """What each curve of ``groups``, by its number, draws of the line that they have in common."""
     found = {}
     for number, group in enumerate(groups):
@@ -76,7 +76,7 @@ def shares(curves: Sequence[Curve], groups: Sequence[Sequence[int]]) -> dict[int
         solid = max(_DASH_PX, min(_SOLID_PX, _LONGEST_PERIOD_PX / turns))
         for turn, i in enumerate(group):
             on, pitch = (_DASH_PX, _PITCH_PX) if curves[i].dashed else (solid, solid)
-            found[i] = Share(number, turn, turns, on, pitch)
+            found[i] = CurveShare(number, turn, turns, on, pitch)
     return found
 
 

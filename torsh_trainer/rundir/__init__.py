@@ -6,6 +6,7 @@ Needs no torch, so that the process that starts the workers can use it too.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -19,13 +20,13 @@ from typing import Any
 
 import yaml
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.files import disk_error, set_aside, strict_json, write_file
-from torsh_trainer.masking import masked, masked_override, masked_text
 from torsh_trainer.rundir.logs import setup_logging
 from torsh_trainer.rundir.output import outliving_stdout
 from torsh_trainer.rundir.provenance import gather_provenance
-from torsh_trainer.world import World
+from torsh_trainer.utils.files import disk_error, set_aside, strict_json, write_file
+from torsh_trainer.utils.masking import mask_override, mask_text, mask_tree
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class RunDir:
             for name in ("config.yaml", "provenance.json", "result.json"):
                 set_aside(path / name)
         except OSError as error:
-            raise _refused(error, path) from error
+            raise _write_error(error, path) from error
         return cls(path)
 
     @staticmethod
@@ -110,9 +111,7 @@ class RunDir:
         opened = _BY_LOGGERS if metrics.is_file() and not metrics.stat().st_size else set()
         if any(path.name not in _BEFORE_THE_START | opened for path in self.path.iterdir()):
             return False
-        for thread in threading.enumerate():  # it still writes
-            if thread.name == PROVENANCE:
-                thread.join()
+        wait_for_provenance()
         shutil.rmtree(self.path, ignore_errors=True)
         return True
 
@@ -127,7 +126,7 @@ class RunDir:
         Raises:
             ResourceError: the disk refused.
         """
-        text = yaml.safe_dump(masked(_plain(config)), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(mask_tree(_plain(config)), sort_keys=False, allow_unicode=True)
         self._write("config.yaml", text)
 
     def start_provenance(
@@ -145,18 +144,37 @@ class RunDir:
         code lies. That the disk refuses is logged, no more: the run itself can still succeed.
         """
         now, folder = datetime.now().astimezone(), folder or Path.cwd()
+        home = RunDir(self.path.absolute())  # the thread may outlive the current folder
 
         def write() -> None:
             facts = gather_provenance(
-                command=[masked_override(word) for word in command],
+                command=[mask_override(word) for word in command],
                 threads=threads,
                 devices=devices,
                 folder=folder,
                 now=now,
             )
             try:
-                self._write("provenance.json", strict_json(facts))
+                home._write("provenance.json", strict_json(facts))
             except TorshError as error:
+                log.warning("%s", error)
+
+        thread = threading.Thread(target=write, name=PROVENANCE)
+        thread.start()
+        return thread
+
+    def add_provenance(self, facts: Mapping[str, Any]) -> threading.Thread:
+        """Adds what is known later to provenance.json, on a thread, and returns the thread."""
+        before, home = _provenance_threads(), RunDir(self.path.absolute())
+
+        def write() -> None:
+            for thread in before:
+                thread.join()
+            path = home.path / "provenance.json"
+            try:
+                known = json.loads(path.read_text(encoding="utf-8"))
+                home._write(path.name, strict_json({**known, **facts}))
+            except (OSError, ValueError, TorshError) as error:
                 log.warning("%s", error)
 
         thread = threading.Thread(target=write, name=PROVENANCE)
@@ -171,7 +189,7 @@ class RunDir:
         Raises:
             ResourceError: the disk refused.
         """
-        content = masked({**dict.fromkeys(RESULT_KEYS), **result}, text=masked_text)
+        content = mask_tree({**dict.fromkeys(RESULT_KEYS), **result}, text=mask_text)
         self._write("result.json", strict_json(content))
 
     def write_error(self, error: BaseException, result: Mapping[str, Any] | None = None) -> None:
@@ -180,7 +198,7 @@ class RunDir:
         Raises:
             ResourceError: the disk refused.
         """
-        self.write_result({**(result or {}), "error": _told(error)})
+        self.write_result({**(result or {}), "error": _as_json(error)})
 
     @contextlib.contextmanager
     def logging(self, world: World, level: str) -> Iterator[None]:
@@ -196,7 +214,17 @@ class RunDir:
         try:
             write_file(self.path / name, text.encode())
         except OSError as error:
-            raise _refused(error, self.path / name) from error
+            raise _write_error(error, self.path / name) from error
+
+
+def wait_for_provenance() -> None:
+    """Waits until provenance.json holds all that this process has begun to write to it."""
+    for thread in _provenance_threads():
+        thread.join()
+
+
+def _provenance_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == PROVENANCE]
 
 
 def fresh_name(base: Path) -> Path:
@@ -216,7 +244,7 @@ def fresh_name(base: Path) -> Path:
         except FileExistsError:
             attempt += 1
         except OSError as error:
-            raise _refused(error, path) from error
+            raise _write_error(error, path) from error
         else:
             return path
 
@@ -239,7 +267,7 @@ def _refuse_strangers(path: Path) -> None:
         )
 
 
-def _told(error: BaseException) -> dict[str, Any]:
+def _as_json(error: BaseException) -> dict[str, Any]:
     if isinstance(error, TorshError):
         message, fix, facts = error.sentence, error.fix, error.facts
     else:
@@ -247,7 +275,7 @@ def _told(error: BaseException) -> dict[str, Any]:
     return {"type": type(error).__name__, "message": message, "fix": fix, "facts": facts}
 
 
-def _refused(error: OSError, path: Path) -> TorshError:
+def _write_error(error: OSError, path: Path) -> TorshError:
     return disk_error(error, "write", path, setting="hydra.run.dir, run_dir")
 
 

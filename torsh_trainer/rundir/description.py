@@ -28,16 +28,16 @@ def describe(value: Any, *, depth: int = _MOST_DEPTH) -> Any:
     if isinstance(value, str | os.PathLike):
         return str(value)
     if isinstance(value, Mapping | list | tuple | set | frozenset):
-        return _described_items(value, depth)
+        return _describe_items(value, depth)
     if isinstance(value, partial):
         node = {_TARGET: name_of(value.func), "_partial_": True}
-        return {**node, **_described_items(value.keywords, depth)}
+        return {**node, **_describe_items(value.keywords, depth)}
     if isinstance(value, type) or inspect.isroutine(value):
         return name_of(value)
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value)
     arguments = {} if depth == 0 else arguments_of(value)
-    return {_TARGET: name_of(type(value)), **_described_items(arguments, depth)}
+    return {_TARGET: name_of(type(value)), **_describe_items(arguments, depth)}
 
 
 def arguments_of(value: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def name_of(value: Any) -> str:
     return f"{getattr(value, '__module__', None) or type(value).__module__}.{name}"
 
 
-def _described_items(
+def _describe_items(
     value: Mapping[Any, Any] | Sequence[Any] | set[Any] | frozenset[Any], depth: int
 ) -> Any:
     if len(value) > MOST_ITEMS or (value and depth == 0):

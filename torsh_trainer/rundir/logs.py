@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.files import disk_error
-from torsh_trainer.foreign import escaped
-from torsh_trainer.masking import masked_text
-from torsh_trainer.world import World
+from torsh_trainer.utils.files import disk_error
+from torsh_trainer.utils.foreign import escape_controls
+from torsh_trainer.utils.masking import mask_text
 
 LEVELS = ("debug", "info", "warning", "error")
 _OURS = "torsh_trainer"
@@ -37,7 +37,7 @@ def setup_logging(run_dir: Path, world: World, level: str) -> Callable[[], None]
         handlers: list[logging.Handler] = [logging.FileHandler(path, encoding="utf-8")]
     except OSError as error:
         raise disk_error(error, "write", path) from error
-    if world.is_main and not root.handlers:
+    if world.is_rank_zero and not root.handlers:
         handlers.append(logging.StreamHandler(sys.stderr))
     before = (root.level, ours.level)
     for handler in handlers:
@@ -65,7 +65,7 @@ def _number(level: str) -> int:
 
 class _Masked(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return escaped(masked_text(super().format(record)))
+        return escape_controls(mask_text(super().format(record)))
 
 
 def _formatter(world: World) -> logging.Formatter:

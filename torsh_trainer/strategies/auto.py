@@ -10,12 +10,12 @@ from typing import ClassVar
 import torch
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.world import World
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Auto(Strategy):
 
     def choose(self, job: Job, comm: Communicator) -> tuple[Strategy, str]:
         """The strategy to run and, in words, why."""
-        if comm.world.size == 1:
+        if comm.size == 1:
             return Single(), "this job is one process"
         with torch.device("meta"):
             model = job.task.build_model()
@@ -62,8 +62,8 @@ class Auto(Strategy):
         memory = comm.reduce_values([_memory(comm)], op="min")[0]
         words = f"the model trains in {_gib(needed)} and a process has {_gib(memory)}"
         if needed > self.memory_fraction * memory:
-            return FSDP(), f"{comm.world.size} processes, and {words}"
-        return DDP(), f"{comm.world.size} processes, and {words}"
+            return FSDP(), f"{comm.size} processes, and {words}"
+        return DDP(), f"{comm.size} processes, and {words}"
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         return self.resolve(job, comm).prepare(job, comm)

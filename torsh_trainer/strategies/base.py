@@ -14,60 +14,30 @@ import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_trainer.checkpoint.base import FlatShard as FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard as FlatShard
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.comm.compression.wire import Traffic
+from torsh_trainer.comm.membership import Membership
 from torsh_trainer.data.batch import MicroBatch as MicroBatch
-from torsh_trainer.data.batch import Place as Place
+from torsh_trainer.data.batch import MicroBatchPlace as MicroBatchPlace
 from torsh_trainer.data.draws import forward_generators
+from torsh_trainer.emulation import NONE, Emulation
+from torsh_trainer.environments import advise_steady
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.loss_scaling import LossScaler
-from torsh_trainer.membership import Membership
-from torsh_trainer.precision import Precision
+from torsh_trainer.mesh import Groups
+from torsh_trainer.mesh import Mesh as Mesh
+from torsh_trainer.optim.loss_scaling import LossScaler
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.randomness import Randomness
 from torsh_trainer.strategies.foreign import refuse_stepped
-from torsh_trainer.task import Mean, Task
-from torsh_trainer.world import World
-
-if TYPE_CHECKING:  # it knows these contracts
-    from torsh_trainer.strategies.compressing import Compressed
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """How the processes of a world divide the work: sizes, and this process's coordinates.
-
-    ``dp * tp * pp == world.size``; the data-parallel dimension itself is ``replicate * shard``.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    replicate: int = 1
-    shard: int = 1
-    dp_rank: int = 0
-    tp_rank: int = 0
-    pp_rank: int = 0
-
-    @classmethod
-    def data_parallel(cls, world: World, *, shard: int = 1) -> Mesh:
-        """Every process takes other samples; groups of ``shard`` consecutive ranks share a model.
-
-        Raises:
-            ConfigError: the world does not divide into groups of that size.
-        """
-        if shard < 1 or world.size % shard:
-            raise ConfigError(
-                f"{world.size} processes do not divide into sharding groups of {shard}",
-                fix=f"set strategy.shard_size to a divisor of {world.size}",
-            )
-        return cls(dp=world.size, replicate=world.size // shard, shard=shard, dp_rank=world.rank)
+from torsh_trainer.tasks.base import Mean, Task
 
 
 @dataclass(frozen=True)
@@ -123,12 +93,11 @@ class Job:
     wraps the modules that ``checkpoint_modules`` names (class names; empty: the children of the
     longest nn.ModuleList or nn.Sequential). ``ema_decay`` keeps an exponential moving average of
     the trainable parameters. ``skip_nonfinite`` asks for steps with non-finite gradients to be
-    skipped. ``max_steps`` is None when only epochs or time bound the run. ``phantom_lr`` asks for
-    one step of the optimizers with gradients of zero, at that rate, before the first: some engines
-    take it while they start, and Adam counts it, and weights decay by it. ``phantom_state`` False
-    forgets the optimizer's state of that step: what is left is what it did to the weights.
+    skipped. ``max_steps`` is None when only epochs or time bound the run. ``emulation`` is what the
+    run itself does as another engine does it; precision and strategy have their own.
     ``manual`` says that the task calls ``backward`` and ``step_one`` itself, within a forward of
-    the model's. ``randomness`` says what the random numbers of a forward depend on.
+    the model's. ``randomness`` says what the random numbers of a forward depend on. ``groups`` are
+    those of the mesh; None: every process that the engine is given sees other samples.
     """
 
     task: Task
@@ -137,19 +106,19 @@ class Job:
     precision: Precision = Precision()
     compression: Compression = NoCompression()
     clip: Clip = Clip()
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | Literal["selective"] = False
     checkpoint_modules: tuple[str, ...] = ()
     compile: Mapping[str, Any] | None = None
     ema_decay: float | None = None
     skip_nonfinite: bool = False
     sync_batchnorm: bool = False
     max_steps: int | None = None
-    phantom_lr: float | None = None
-    phantom_state: bool = True
+    emulation: Emulation = NONE
     manual: bool = False
     seed: int = 0
     deterministic: bool = False
     randomness: Randomness = "by_micro_batch"
+    groups: Groups | None = None
 
     def build_optimizers(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]]
@@ -157,8 +126,8 @@ class Job:
         """The task's optimizers over the parameters as the engine holds them.
 
         Raises:
-            ConfigError: none of the parameters train, or an optimizer has one that is not the
-                model's.
+            ConfigError: none of the parameters train, an optimizer has one that is not the
+                model's, or the task gave no mapping.
         """
         named = list(named_parameters)
         trainable = [(name, p) for name, p in named if p.requires_grad]
@@ -168,8 +137,40 @@ class Job:
                 fix="unfreeze something (trainer.frozen), or check task.build_model",
             )
         optimizers = self.task.build_optimizers(trainable)
+        if not isinstance(optimizers, Mapping):
+            raise ConfigError(
+                f"task.build_optimizers returned a {type(optimizers).__name__}, not a mapping of "
+                "optimizers",
+                fix='return {"main": optimizer}',
+            )
         refuse_stepped(self.task, optimizers, [p for _, p in named])
         return optimizers
+
+
+class GradientCompression(Protocol):
+    """What an engine has to do with the compression of its gradients, whoever does it."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of gradients on this rank's wire, all told."""
+
+    def begin(self, unit: float) -> None:
+        """Before a backward: what one stands for in gradients (the loss scale)."""
+
+    def advance(self) -> None:
+        """An optimizer step has ended."""
+
+    def expect(self, saved: Mapping[str, Any]) -> None:
+        """Before ``template``: what a checkpoint holds of compression beside tensors."""
+
+    def template(self) -> dict[str, Any]:
+        """``state_dict`` for a checkpoint to fill."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes what ``template`` gave, filled."""
 
 
 class Engine(abc.ABC):
@@ -191,7 +192,7 @@ class Engine(abc.ABC):
     """Whether those that the task built, and that are stepped, hold whole gradients and state."""
 
     @property
-    def compression(self) -> Compressed | None:
+    def compression(self) -> GradientCompression | None:
         """What compresses gradients, with what it keeps in checkpoints; None where none does."""
         return None
 
@@ -356,6 +357,11 @@ class Engine(abc.ABC):
         """
         return ()
 
+    def whole_shapes(self) -> contextlib.AbstractContextManager[None]:
+        """Within, parameters of ``model`` have the shapes that they were built with, for who counts
+        them, where an engine leaves them empty between their uses; their values are not there."""
+        return contextlib.nullcontext()
+
     def layout(self) -> str:
         """How the model is cut over processes, in one line; empty where it is whole on each."""
         return ""
@@ -371,12 +377,21 @@ class Strategy(abc.ABC):
     name: ClassVar[str]
     gradient_scale: ClassVar[float] = 1.0
 
+    model_axes: ClassVar[frozenset[str]] = frozenset()
+    """The axes of processes with the same samples (``mesh.AXES``) that its engine may stand
+    beside: it reduces over the communicator that ``prepare`` is given, and no other."""
+
     def gradient_scale_on(self, world: World) -> float:
         """How many times the mean over the global batch the gradient is: 1, or more for a sum.
 
-        It depends on ``world`` where ranks are summed (``ddp`` with ``op=sum``).
+        It depends on ``world`` where ranks are summed.
         """
-        return self.gradient_scale
+        return self.gradient_scale * self.emulation.gradient_scale(world.size)
+
+    @property
+    def emulation(self) -> Emulation:
+        """What it does with gradients as another engine does it; nothing by default."""
+        return NONE
 
     def needs_process_group(self, world: World) -> bool:
         """False where one process does without a torch.distributed group (single, dp)."""
@@ -399,22 +414,34 @@ class Strategy(abc.ABC):
         if world.elastic:
             raise self.refuse(
                 f"processes that come and go, as {world.source} has started these",
-                use="set strategy=horovod; or start horovodrun without --min-np and "
-                "--host-discovery-script",
+                use=advise_steady(world.source),
             )
         return Membership()
 
     @abc.abstractmethod
     def mesh(self, world: World) -> Mesh:
-        """How ``world`` is divided.
+        """How ``world`` is divided, all of whose processes see other samples.
 
         Raises:
             ConfigError: this strategy does not fit that many processes.
         """
 
+    def with_shards(self, dp_shard: int) -> Strategy:
+        """This strategy, with one copy of the parameters cut over that many processes.
+
+        Raises:
+            Unsupported: it cuts no parameters.
+        """
+        if dp_shard == 1:
+            return self
+        raise self.refuse(f"mesh.dp_shard={dp_shard}", use="leave it out, or use strategy=fsdp")
+
     @abc.abstractmethod
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         """The engine, ready for its first step.
+
+        ``comm`` are the processes that see other samples; where others have the same ones,
+        ``job.groups`` knows them.
 
         Raises:
             Unsupported: an option that ``job`` asks for cannot be honoured here.
@@ -423,8 +450,9 @@ class Strategy(abc.ABC):
     def brings(self, *, schedule: str | None) -> Mapping[str, Any]:
         """What its own configuration says of the run, which takes it where it says nothing itself.
 
-        Any of ``batch_size``, ``micro_batch_size``, ``accumulate`` and ``schedule``; nothing by
-        default. ``schedule`` is the name of the run's own, None where that is constant.
+        Any of ``batch_size``, ``micro_batch_size``, ``accumulate``, ``schedule`` and ``precision``
+        (for ``precision.compute=auto``); nothing by default. ``schedule`` is the name of the run's
+        own, None where that is constant.
 
         Raises:
             ConfigError: it brings a schedule to a run that has one.
@@ -434,6 +462,10 @@ class Strategy(abc.ABC):
     def resolve(self, job: Job, comm: Communicator) -> Strategy:
         """The strategy that will really run (``auto`` chooses another); itself by default."""
         return self
+
+    def cannot_compile(self) -> str:
+        """Why it refuses ``trainer.compile=true``; empty where it does not."""
+        return ""
 
     def refuse(self, option: str, *, use: str) -> Unsupported:
         """The error for an option that this strategy cannot honour; the caller raises it.

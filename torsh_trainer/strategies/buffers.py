@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.reducer import share
-from torsh_trainer.data.batch import MicroBatch, Place
+from torsh_trainer.data.batch import MicroBatch, MicroBatchPlace
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.strategies.sync_batchnorm import SyncBatchNorm
 
 log = logging.getLogger(__name__)
 
 
-class Slot(NamedTuple):
+class BufferSlot(NamedTuple):
     """Where a buffer is held; a forward may put another tensor there."""
 
     name: str
@@ -52,11 +52,11 @@ class RunningAverage:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[BufferSlot],
         *,
         momentum: float | None = None,
         module: nn.Module | None = None,
-        count: Slot | None = None,
+        count: BufferSlot | None = None,
     ) -> None:
         self.slots = slots
         self.module = module
@@ -66,7 +66,7 @@ class RunningAverage:
         self.ran = 0
         """This rank's forwards of the model that have changed it since the start."""
         self._momentum = momentum
-        self.start: dict[Slot, Tensor] = {}
+        self.start: dict[BufferSlot, Tensor] = {}
         """The values that all ranks began with."""
 
     @property
@@ -74,7 +74,7 @@ class RunningAverage:
         return self._momentum if self.module is None else self.module.momentum  # type: ignore[return-value]
 
     @property
-    def all_slots(self) -> list[Slot]:
+    def all_slots(self) -> list[BufferSlot]:
         return [*self.slots, *([self.count] if self.count else [])]
 
     @property
@@ -94,7 +94,7 @@ class RunningAverage:
 
     def fade(self, others: int) -> list[tuple[Tensor, Tensor, float]]:
         """(buffer, its start, share of the way back) for ``others`` micro-batches elsewhere."""
-        left = self._left(others)
+        left = self._share_left(others)
         if left == 1.0:
             return []
         return [(tensor, start, 1.0 - left) for tensor, start in self._pairs()]
@@ -102,7 +102,7 @@ class RunningAverage:
     def distance(self, since: int, forwards: int) -> list[Tensor]:
         """What this rank adds to the sum over ranks, float64, flat; ``since`` its last micro-batch
         others have run as many."""
-        weight = self._left(since) if self.momentum is not None else self._counted + forwards
+        weight = self._share_left(since) if self.momentum is not None else self._counted + forwards
         return [(t.double() - s.double()).flatten() * weight for t, s in self._pairs()]
 
     @torch.no_grad()
@@ -114,7 +114,7 @@ class RunningAverage:
         if self.count is not None and self.count.tensor is not None:
             self.count.tensor.fill_(self._counted + forwards)
 
-    def _left(self, others: int) -> float:
+    def _share_left(self, others: int) -> float:
         """The share of a distance that is left when other ranks have run so many micro-batches."""
         momentum = self.momentum
         return 1.0 if momentum is None else (1.0 - momentum) ** (others * (self.uses or 0))
@@ -148,16 +148,16 @@ class Buffers:
         averages: Mapping[str, float] | None = None,
     ) -> None:
         self._comm = comm
-        self._alone = comm.world.size == 1
+        self._alone = comm.size == 1
         self._shares = shares
         self._slots = list(slots_of(model))
         self._synchronised = [m for m in model.modules() if isinstance(m, SyncBatchNorm)]
-        self._averages = [*_declared(averages or {}, self._slots), *_batch_norms(model)]
+        self._averages = [*_find_declared(averages or {}, self._slots), *_batch_norms(model)]
         taken = {id(s.tensor) for a in self._averages for s in a.all_slots}
-        alike = {id(tensor) for tensor in _changed_alike(model)}
+        alike = {id(tensor) for tensor in _find_alike(model)}
         self._kept = [slot for slot in self._slots if id(slot.tensor) not in alike]
         self._others = [slot for slot in self._kept if id(slot.tensor) not in taken]
-        self._changing: list[Slot] = []
+        self._changing: list[BufferSlot] = []
         self._found: set[str] = set()
         self._look_due, self._looking = bool(self._others), False
         self._alike = False  # the averages have a start that all ranks share
@@ -173,7 +173,9 @@ class Buffers:
     def _restart(self) -> None:
         """From the values of now, which all ranks share."""
         self._alike = False
-        self._own: dict[Slot, Tensor] | None = None  # while those of all ranks are in their place
+        self._own: dict[BufferSlot, Tensor] | None = (
+            None  # while those of all ranks are in their place
+        )
         self._placed = False  # micro-batches since have said which they are
         self._behind = 0  # micro-batches, of all ranks, in the steps since
         self._in_step = 0  # and in the step at work
@@ -189,7 +191,7 @@ class Buffers:
         """
         if not self._own:
             return {}
-        rank, size = self._comm.world.rank, self._comm.world.size
+        rank, size = self._comm.rank, self._comm.size
         place = {
             "last": self._last,
             "ran": [average.ran for average in self._averages],
@@ -206,7 +208,7 @@ class Buffers:
 
     def expect(self, saved: Mapping[str, Any]) -> None:
         """Before ``template``: what a checkpoint holds of it beside tensors."""
-        self._fits = saved.get("world_size") == self._comm.world.size
+        self._fits = saved.get("world_size") == self._comm.size
 
     def template(self) -> dict[str, Any]:
         """``state_dict`` for a checkpoint to fill; empty where that is of other ranks."""
@@ -218,7 +220,7 @@ class Buffers:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes what ``template`` gave, filled; without it all ranks go on from the same."""
-        mine = state.get("ranks", {}).get(f"rank_{self._comm.world.rank}")
+        mine = state.get("ranks", {}).get(f"rank_{self._comm.rank}")
         if mine is None or self._own is None:
             self._restart()
             return
@@ -238,7 +240,7 @@ class Buffers:
 
     # -- a step ----------------------------------------------------------------------------------
 
-    def begin_step(self, place: Place | None) -> None:
+    def begin_step(self, place: MicroBatchPlace | None) -> None:
         """Where a step begins; ``place`` is that of its first micro-batch. Collective."""
         if self._alone:
             return
@@ -261,7 +263,7 @@ class Buffers:
             averages = [] if place else [s for a in self._averages for s in a.all_slots]
             share(tensors_of([*self._changing, *averages]), self._comm)
 
-    def before(self, micro: MicroBatch) -> dict[Slot, Tensor] | None:
+    def before(self, micro: MicroBatch) -> dict[BufferSlot, Tensor] | None:
         """Before a micro-batch: what ``after`` compares with, or puts back after a filler."""
         place = micro.place
         is_filler = place is not None and place.is_filler
@@ -276,13 +278,13 @@ class Buffers:
             self._fade(place)
         return self.look()
 
-    def look(self) -> dict[Slot, Tensor] | None:
+    def look(self) -> dict[BufferSlot, Tensor] | None:
         """What the buffers are before a forward, where it is to be seen which ones it changes."""
         if not self._looking:
             return None
         return copy_of(self._others)
 
-    def after(self, micro: MicroBatch | None, held: dict[Slot, Tensor] | None) -> None:
+    def after(self, micro: MicroBatch | None, held: dict[BufferSlot, Tensor] | None) -> None:
         """After the backward of a micro-batch; ``held`` is what ``before`` gave."""
         place = None if micro is None else micro.place
         if held is not None and place is not None and place.is_filler:
@@ -308,7 +310,7 @@ class Buffers:
             self._agree()
         self._looking = False
 
-    def _fade(self, place: Place) -> None:
+    def _fade(self, place: MicroBatchPlace) -> None:
         """Lets what this rank knows fade for the micro-batches that others have run since."""
         position = self._behind + place.number
         others = position - self._last - 1
@@ -355,7 +357,9 @@ class Buffers:
             for average, count in zip(self._averages, forwards, strict=True)
         ]
         numbers = torch.tensor([float(n) for n in [*forwards, *odd]], dtype=torch.float64)
-        flat = torch.cat([self._comm.place(d) for d in [*(d for s in sent for d in s), numbers]])
+        flat = torch.cat(
+            [self._comm.to_device(d) for d in [*(d for s in sent for d in s), numbers]]
+        )
         self._comm.all_reduce(flat)
         sizes = [d.numel() for some in sent for d in some]
         parts = iter(flat[: sum(sizes)].split(sizes))
@@ -367,7 +371,7 @@ class Buffers:
 
     def _tell_odd(self, odd: Sequence[float]) -> None:
         names = [a.slots[0].name for a, flag in zip(self._averages, odd, strict=True) if flag]
-        if names and self._comm.world.is_main:
+        if names and self._comm.world.is_rank_zero:
             log.warning(
                 "%s belongs to a module that runs more often in some forwards than in others: its "
                 "running statistics are of all ranks, but not to rounding what one process has",
@@ -379,7 +383,7 @@ class Buffers:
         found = set().union(*self._comm.all_gather_object(self._found))
         new = [s for s in self._others if s.name in found and s not in self._changing]
         self._changing += new
-        if new and self._comm.world.is_main:
+        if new and self._comm.world.is_rank_zero:
             log.warning(
                 "a training forward changes %s: %s. The number of processes may show in the "
                 "result; docs/strategies.md, Buffers, has ways out",
@@ -389,29 +393,29 @@ class Buffers:
 
 
 @torch.no_grad()
-def _put(slot: Slot, tensor: Tensor) -> None:
+def _put(slot: BufferSlot, tensor: Tensor) -> None:
     if slot.tensor is not None:
         slot.tensor.copy_(tensor)
 
 
-def tensors_of(slots: Iterable[Slot]) -> list[Tensor]:
+def tensors_of(slots: Iterable[BufferSlot]) -> list[Tensor]:
     """The buffers that are there."""
     return [tensor for slot in slots if (tensor := slot.tensor) is not None]
 
 
-def copy_of(slots: Iterable[Slot]) -> dict[Slot, Tensor]:
+def copy_of(slots: Iterable[BufferSlot]) -> dict[BufferSlot, Tensor]:
     """Copies of the buffers that are there."""
     return {slot: t.detach().clone() for slot in slots if (t := slot.tensor) is not None}
 
 
-def slots_of(model: nn.Module) -> Iterator[Slot]:
+def slots_of(model: nn.Module) -> Iterator[BufferSlot]:
     """The buffers of a module and those below it, each once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for key, tensor in module._buffers.items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield Slot(f"{prefix}.{key}" if prefix else key, module, key)
+                yield BufferSlot(f"{prefix}.{key}" if prefix else key, module, key)
 
 
 def _batch_norms(model: nn.Module) -> Iterator[RunningAverage]:
@@ -420,18 +424,20 @@ def _batch_norms(model: nn.Module) -> Iterator[RunningAverage]:
         own = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
         if own and module.running_mean is not None:
             keys = ("running_mean", "running_var", "num_batches_tracked")
-            *slots, count = [Slot(f"{prefix}.{key}", module, key) for key in keys]
+            *slots, count = [BufferSlot(f"{prefix}.{key}", module, key) for key in keys]
             yield RunningAverage(slots, module=module, count=count)
 
 
-def _changed_alike(model: nn.Module) -> Iterator[Tensor]:
+def _find_alike(model: nn.Module) -> Iterator[Tensor]:
     """Buffers that every rank changes alike."""
     for module in model.modules():
         if isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm)):
             yield from module.buffers(recurse=False)
 
 
-def _declared(averages: Mapping[str, float], slots: Sequence[Slot]) -> Iterator[RunningAverage]:
+def _find_declared(
+    averages: Mapping[str, float], slots: Sequence[BufferSlot]
+) -> Iterator[RunningAverage]:
     by_name = {slot.name: slot for slot in slots}
     for name, momentum in averages.items():
         if name not in by_name:

@@ -6,7 +6,7 @@ Every process holds the whole model; ``torsh_trainer.comm.reducer`` sums the gra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.reducer import GradientReducer, Slot
 from torsh_trainer.comm.reducer import Bucket, BucketReducer, Reduce
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.optim.precision import DTYPES, sum_dtype
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
     Clip,
@@ -27,13 +29,13 @@ from torsh_trainer.strategies.base import (
     StepOutcome,
     Strategy,
 )
-from torsh_trainer.strategies.compressing import compressed, compressing, reducer_for
-from torsh_trainer.strategies.native import DTYPES, NativeEngine, summed_in
+from torsh_trainer.strategies.compressing import compress_buckets, compressing, reducer_for
+from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.single import computing
-from torsh_trainer.strategies.trained import Change, check_cut
-from torsh_trainer.strategies.zero1 import CommonParameters, Wrap, sharded
-from torsh_trainer.task import Task
-from torsh_trainer.world import World
+from torsh_trainer.strategies.trainability import Change, check_cut
+from torsh_trainer.strategies.writes import Writes
+from torsh_trainer.strategies.zero1 import CommonParameters, Wrap, shard_optimizer
+from torsh_trainer.tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class BuiltIn(Strategy):
     """
 
     backend: ClassVar[str]
+    model_axes: ClassVar[frozenset[str]] = frozenset({"model_replicate"})
     bucket_cap_mb: float = 25.0
     overlap: bool = True
     find_unused_parameters: bool = False
@@ -84,13 +87,13 @@ class BuiltIn(Strategy):
             )
         model = modules.build(job, comm)
         modules.refuse_sparse(model, f"strategy={self.name}", use="use strategy=ddp")
-        if comm.world.size > 1:
+        if comm.size > 1:
             modules.refuse_accumulated(model, self)
             if self.zero1:
                 modules.refuse_overlapping(model, self, where="strategy.zero1=true")
                 modules.fill_holes(model)
         module = computing(model, job)
-        modules.compiled(job, [module])
+        modules.compile_modules(job, [module])
         reducer = reducer_for(knobs, model, job, comm)
         return BuiltInEngine(self, job, comm, model=model, module=module, compressor=reducer)
 
@@ -140,14 +143,14 @@ class BuiltInEngine(NativeEngine):
     ) -> None:
         self._common = None
         wrap: Wrap = lambda optimizer: optimizer  # noqa: E731 - the null wrapper
-        if knobs.zero1 and comm.world.size > 1:
+        if knobs.zero1 and comm.size > 1:
             trained = [p for p in model.parameters() if p.requires_grad]
             self._common = CommonParameters.of(trained, comm)
             if self._common is None:
                 modules.refuse_several_dtypes(
                     model, "strategy.zero1=true", use="strategy.zero1=false"
                 )
-            wrap = sharded(comm) if self._common is None else self._common.wrap(comm)
+            wrap = shard_optimizer(comm) if self._common is None else self._common.wrap(comm)
         super().__init__(
             job,
             comm,
@@ -155,51 +158,58 @@ class BuiltInEngine(NativeEngine):
             module=module,
             eval_module=module,
             wrap_optimizer=wrap,
-            compression=compressed(compressor, model, as_in_memory=True),
+            compression=compress_buckets(compressor, model, as_in_memory=True),
             broadcast_buffers=knobs.broadcast_buffers,
+            around_evaluation=self._around_evaluation,
         )
         self._knobs = knobs
         self.keeps_frozen = knobs.find_unused_parameters
-        self._factor = 1.0 if compressor is None else float(comm.world.size)
+        self._factor = 1.0 if compressor is None else float(comm.size)
         self._compressor = compressor
         self._reduce_dtype = DTYPES[job.precision.reduce]
         self._reducer: BucketReducer | None = None
-        if comm.world.size == 1:
+        if comm.size == 1:
             return
         apart = [p for p in model.parameters() if self._common is None or p not in self._common]
         modules.share([*apart, *model.buffers()], comm)
-        self._reducer = self._planned(self._parameters)
+        self._reducer = self._make_reducer(self._parameters)
 
-    def _planned(self, parameters: Sequence[nn.Parameter]) -> BucketReducer:
+    def _make_reducer(self, parameters: Sequence[nn.Parameter]) -> BucketReducer:
         """What sums the gradients of ``parameters`` from their hooks."""
         reducer = BucketReducer(
             parameters,
             self.comm,
             bucket_cap_mb=self._knobs.bucket_cap_mb,
-            dtype=lambda held: summed_in(held, self._reduce_dtype),
+            dtype=lambda held: sum_dtype(held, self._reduce_dtype),
             overlap=self._knobs.overlap,
             find_unused=self._knobs.find_unused_parameters,
             factor=self._factor,
         )
         if self._compressor is not None:
-            reducer.reduce = self._compressed_by(self._compressor, reducer.buckets)
+            reducer.reduce = self._compress_with(self._compressor, reducer.buckets)
         return reducer
 
-    def _compressed_by(self, compressor: GradientReducer, buckets: Sequence[Bucket]) -> Reduce:
+    def _compress_with(self, compressor: GradientReducer, buckets: Sequence[Bucket]) -> Reduce:
         rows = [
             Slot.row([(self._names[id(p)], p.numel()) for p in bucket.parameters])
             for bucket in buckets
         ]
         return lambda number, flat: compressor.start(flat, rows[number])
 
+    def _watch_writes(self, job: Job) -> Writes:
+        if self._common is None or job.precision.params != "fp32":
+            return super()._watch_writes(job)
+        why = "the processes of a host have it in common, and others read it meanwhile"
+        return Writes(self.model, self.comm, loses=("strategy.zero1=true", why))
+
     def _follow(self, change: Change) -> None:
-        if self._knobs.zero1 and self.comm.world.size > 1:
-            check_cut(self._knobs, change, self._at_start)
+        if self._knobs.zero1 and self.comm.size > 1:
+            check_cut(self._knobs, change, self._trainable.at_start)
         if self._reducer is None or not (change.freed or change.frozen):
             return
         if self._compressor is not None:
             self._compressor.add(change.freed)
-        before, self._reducer = self._reducer, self._planned(change.trained)
+        before, self._reducer = self._reducer, self._make_reducer(change.trained)
         self._reducer.factor = before.factor
         before.close()
 
@@ -216,7 +226,7 @@ class BuiltInEngine(NativeEngine):
         self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
     ) -> None:
         if self._reducer is not None:
-            self._reducer.factor = self._factor / self.comm.world.size
+            self._reducer.factor = self._factor / self.comm.size
         try:
             super().backward(loss, sync=sync, run=run)
             if sync:
@@ -232,13 +242,10 @@ class BuiltInEngine(NativeEngine):
             self.comm.barrier()  # a task may still read parameters after its backward
         return super().step_one(name, clip, measure_norm=measure_norm)
 
-    @contextlib.contextmanager
-    def _evaluating(self, *, averaged: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if averaged and self._common is not None:
-                stack.enter_context(self._common.private())  # the averages are put in their place
-            stack.enter_context(super()._evaluating(averaged=averaged))
-            yield
+    def _around_evaluation(self, averaged: bool) -> contextlib.AbstractContextManager[None]:
+        if averaged and self._common is not None:
+            return self._common.private()  # the averages are put in their place
+        return contextlib.nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import Compressing, NoCompression
 from torsh_trainer.comm.compression.reducer import GradientReducer, share_of
@@ -42,7 +42,7 @@ def compressing(strategy: Strategy, job: Job, comm: Communicator) -> Compressing
         return None
     if not isinstance(knobs, Compressing):
         raise strategy.refuse(f"compression={knobs.name}", use="set compression=none")
-    if comm.world.size == 1:
+    if comm.size == 1:
         log.warning("compression=%s does nothing here: one process sends no gradients", knobs.name)
         return None
     if job.precision.reduce != "fp32":
@@ -75,37 +75,11 @@ def reducer_for(
     return GradientReducer(knobs, trainable, comm, seed=job.seed, wire=wire)
 
 
-def compressed(
+def compress_buckets(
     reducer: GradientReducer | None, model: nn.Module, *, as_in_memory: bool
 ) -> CompressedBuckets | None:
     """What an engine has of ``reducer``; None for no compression."""
     return None if reducer is None else CompressedBuckets(reducer, model, as_in_memory=as_in_memory)
-
-
-class Compressed(Protocol):
-    """What an engine has to do with the compression of its gradients, whoever does it."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """Bytes of gradients on this rank's wire, all told."""
-
-    def begin(self, unit: float) -> None:
-        """Before a backward: what one stands for in gradients (the loss scale)."""
-
-    def advance(self) -> None:
-        """An optimizer step has ended."""
-
-    def expect(self, saved: Mapping[str, Any]) -> None:
-        """Before ``template``: what a checkpoint holds of compression beside tensors."""
-
-    def template(self) -> dict[str, Any]:
-        """``state_dict`` for a checkpoint to fill."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors."""
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes what ``template`` gave, filled."""
 
 
 class CompressedBuckets:
@@ -202,9 +176,9 @@ class CompressedBuckets:
         shares = share_of(self._rank, self._size, self._saved_size)
         factors = torch.tensor([factor for _, factor in shares], device=residual.device)
         mine = (rows.view(len(shares), -1) * factors.unsqueeze(1)).sum(dim=0)
-        self._shaped(name, residual).copy_(mine.view(self._parameters[name].shape))
+        self._shape_residual(name, residual).copy_(mine.view(self._parameters[name].shape))
 
-    def _shaped(self, name: str, residual: Tensor) -> Tensor:
+    def _shape_residual(self, name: str, residual: Tensor) -> Tensor:
         """A residual in the shape of its parameter; the same memory."""
         parameter = self._parameters[name]
         if self._as_in_memory:
@@ -213,4 +187,4 @@ class CompressedBuckets:
 
     def _row_major(self, name: str, residual: Tensor) -> Tensor:
         """A residual's elements as a checkpoint has them: the same memory where they lie so."""
-        return self._shaped(name, residual).contiguous().view(-1)
+        return self._shape_residual(name, residual).contiguous().view(-1)

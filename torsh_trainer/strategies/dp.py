@@ -8,12 +8,12 @@ from typing import ClassVar
 from torch import nn
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.native import NativeEngine
-from torsh_trainer.world import World
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ class DP(Strategy):
                 fix="use strategy=ddp, or launcher.num_processes=1",
             )
         return Mesh()
+
+    def cannot_compile(self) -> str:
+        return "strategy=dp copies the model in each step"
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         if comm.device.type != "cuda":

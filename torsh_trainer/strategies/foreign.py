@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 _DEEPEST = 3
 
@@ -26,7 +26,7 @@ def foreign_parameters(task: Task, model: nn.Module) -> dict[str, Tensor]:
     own = {id(parameter) for parameter in model.parameters()}
     return {
         name: tensor
-        for name, tensor in _held(task, modules)
+        for name, tensor in _find_held(task, modules)
         if tensor.requires_grad and tensor.is_leaf and id(tensor) not in own and tensor.grad is None
     }
 
@@ -71,13 +71,13 @@ def refuse_stepped(
 
 
 def _name_of(task: Task, tensor: Tensor) -> str:
-    for name, held in _held(task, set()):
+    for name, held in _find_held(task, set()):
         if held is tensor:
             return name
     return f"a parameter of shape {tuple(tensor.shape)}"
 
 
-def _held(task: Task, modules: set[int]) -> Iterator[tuple[str, Tensor]]:
+def _find_held(task: Task, modules: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Tensors that the task reaches beside ``modules``, by where they are."""
     yield from _within("task", vars(task), modules)
     for method in (type(task).forward, type(task).loss):

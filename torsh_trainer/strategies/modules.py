@@ -2,72 +2,66 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.comm.likeness import check_alike
+from torsh_trainer.comm.model_check import check_alike
 from torsh_trainer.comm.reducer import share as share
+from torsh_trainer.deferred.seen import storage_key
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
-from torsh_trainer.precision import DTypeName
 from torsh_trainer.randomness import Randomness
+from torsh_trainer.randomness.kernels import hide_from_compiler
 from torsh_trainer.strategies.base import Job, Strategy
-from torsh_trainer.strategies.compiling import tell_of_compilations
+from torsh_trainer.strategies.compiling import (
+    records_graphs,
+    refuse_overwritten_gradients,
+    tell_of_compilations,
+)
+from torsh_trainer.strategies.placing import move_all_but_parameters
 from torsh_trainer.strategies.recompute import recompute_in_backward
 from torsh_trainer.strategies.sync_batchnorm import synchronise
+from torsh_trainer.strategies.writes import refuse_bounded_rows
 
 
-def build(job: Job, comm: Communicator, *, device: torch.device | None = None) -> nn.Module:
-    """The job's model on ``device`` (default: the communicator's), in training mode.
+def build(job: Job, comm: Communicator, *, leaves_parameters: bool = False) -> nn.Module:
+    """The job's model on the communicator's device, in training mode.
+
+    ``leaves_parameters`` leaves them where ``build_model`` has put them.
 
     Raises:
+        Unsupported: torch.compile would lose gradients of micro-batches, or an embedding would be
+            shortened otherwise on every process.
+        ConfigError: parameters would be left without values, on the device ``meta``.
         MismatchError: another process has built another model.
     """
+    refuse_overwritten_gradients(job, comm.device)
     model = job.build_model()
+    if comm.size > 1:
+        refuse_bounded_rows(model)
     if job.sync_batchnorm and comm.world.is_distributed:
         synchronise(model, comm)
-    if job.precision.rounded_start:
-        _round(model, job.precision.params)
-    if job.precision.rounded_products:
-        for module in model.modules():
-            if type(module) is nn.Linear and module.bias is not None:
-                module.forward = functools.partial(  # type: ignore[method-assign]
-                    _product_then_bias, module
-                )
-    model = model.to(device or comm.device)
+    job.precision.emulation.change_model(model)
+    move = move_all_but_parameters if leaves_parameters else nn.Module.to
+    model = move(model, comm.device)
     if job.activation_checkpointing:
-        for module in chosen_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules"):
-            recompute_in_backward(module, compiles=job.compile is not None)
+        for module in choose_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules"):
+            recompute_in_backward(
+                module,
+                compiles=job.compile is not None,
+                keeps_products=job.activation_checkpointing == "selective",
+            )
     check_alike(model, comm)
     return model.train()
 
 
-_LOW: dict[DTypeName, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@torch.no_grad()
-def _round(model: nn.Module, dtype: DTypeName) -> None:
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.copy_(parameter.to(_LOW[dtype]))
-
-
-def _product_then_bias(linear: nn.Linear, inputs: Tensor) -> Tensor:
-    """A linear layer whose product is rounded to its dtype before the bias is added."""
-    if inputs.dim() == 2:
-        return functional.linear(inputs, linear.weight, linear.bias)
-    return inputs.matmul(linear.weight.t()) + linear.bias
-
-
-def chosen_blocks(model: nn.Module, class_names: Sequence[str], knob: str) -> list[nn.Module]:
+def choose_blocks(model: nn.Module, class_names: Sequence[str], knob: str) -> list[nn.Module]:
     """The modules of the classes named, or the repeated blocks when none is named.
 
     The repeated blocks are the children of the longest nn.ModuleList or nn.Sequential.
@@ -84,7 +78,7 @@ def chosen_blocks(model: nn.Module, class_names: Sequence[str], knob: str) -> li
                     fix=nearest(name, known),
                 )
         return [m for m in model.modules() if type(m).__name__ in class_names]
-    blocks = repeated_blocks(model)
+    blocks = find_repeated_blocks(model)
     if not blocks:
         raise ConfigError(
             "the model has no nn.ModuleList or nn.Sequential whose children could be taken",
@@ -196,14 +190,13 @@ def refuse_accumulated(model: nn.Module, knobs: Strategy) -> None:
 
 def overlapping(model: nn.Module) -> tuple[str, str] | None:
     """Two parameters, by name, that have elements in the same place of memory, if there are any."""
-    by_storage: dict[tuple[torch.device, int], list[tuple[str, nn.Parameter]]] = {}
+    by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, p in model.named_parameters():
-        if p.numel():
-            key = p.device, p.untyped_storage().data_ptr()
-            by_storage.setdefault(key, []).append((name, p))
+        if p.numel() and not p.is_meta:
+            by_storage.setdefault(storage_key(p), []).append((name, p))
     for sharing in by_storage.values():
         if len(sharing) > 1:
-            held = torch.zeros(sharing[0][1].untyped_storage().nbytes(), dtype=torch.int32)
+            held = torch.zeros(max(_end(p) for _, p in sharing), dtype=torch.int32)
             for number, (name, p) in enumerate(sharing, 1):
                 # The first byte of every element; a view of another dtype is close enough.
                 size = p.element_size()
@@ -213,6 +206,12 @@ def overlapping(model: nn.Module) -> tuple[str, str] | None:
                     return sharing[int(places.max()) - 1][0], name
                 places.fill_(number)
     return None
+
+
+def _end(p: nn.Parameter) -> int:
+    """The byte after its last element, in its storage."""
+    reach = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+    return p.element_size() * (int(p.storage_offset()) + reach + 1)
 
 
 def refuse_overlapping(model: nn.Module, knobs: Strategy, *, where: str = "") -> None:
@@ -243,7 +242,7 @@ def fill_holes(model: nn.Module) -> None:
             p.data = p.data.contiguous()
 
 
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+def find_repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The children, with parameters, of the longest nn.ModuleList or nn.Sequential."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     longest: nn.Module | None = max(lists, key=len, default=None)
@@ -259,11 +258,11 @@ def shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
     return any(everywhere[key] > count for key, count in inside.items())
 
 
-def called(module: nn.Module) -> Iterator[nn.Module]:
+def find_called(module: nn.Module) -> Iterator[nn.Module]:
     """The nearest submodules with parameters that have a forward of their own."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from called(child)
+            yield from find_called(child)
         elif any(True for _ in child.parameters()):
             yield child
 
@@ -321,12 +320,13 @@ def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, tree)
 
 
-def compiled(job: Job, modules: Iterator[nn.Module] | Sequence[nn.Module]) -> None:
+def compile_modules(job: Job, modules: Iterator[nn.Module] | Sequence[nn.Module]) -> None:
     """torch.compile in place, when the job asks for it; names and state stay as they are."""
     if job.compile is not None:
         if randomness_of(job) == "by_sample":
             # Inductor's own random numbers have no keys: it calls torch's operations instead.
             torch._inductor.config.fallback_random = True
+            hide_from_compiler()
         for module in modules:
             module.compile(**job.compile)
         tell_of_compilations()
@@ -345,7 +345,7 @@ def randomness_of(job: Job) -> Randomness:
         job.compile.get("backend", "inductor") in ("inductor", "aot_eager", "eager")
         and job.compile.get("mode") in (None, "default", "max-autotune-no-cudagraphs")
         and options.get("fallback_random", True)
-        and not options.get("triton.cudagraphs", False)
+        and not records_graphs(job.compile)
     )
     return job.randomness if knows else "by_micro_batch"
 

@@ -68,14 +68,14 @@ def _hook_each(module: nn.Module, state: Any) -> None:
 def _hook(state: Any, name: str) -> None:
     register = state._register_pre_backward_hook
 
-    def registered(output: Any) -> Any:
+    def register_grad(output: Any) -> Any:
         if torch.is_grad_enabled() and not isinstance(output, Tensor):
             for leaf in tree_leaves(output):
                 if not isinstance(leaf, (Tensor, *_VALUES)):
                     _hook_one(leaf, state, name)
         return register(output)
 
-    state._register_pre_backward_hook = registered
+    state._register_pre_backward_hook = register_grad
 
 
 def _hook_one(thing: Any, state: Any, name: str) -> None:

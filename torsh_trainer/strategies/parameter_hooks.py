@@ -30,14 +30,14 @@ def hooks_of(model: nn.Module, uncut: Iterable[nn.Parameter], job: Job, knobs: S
     found: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}
     for name, parameter in model.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise _refused(knobs, name, "that is called once its gradient was accumulated")
+            raise _hook_error(knobs, name, "that is called once its gradient was accumulated")
         if parameter in kept or not parameter._backward_hooks:
             continue
         if job.precision.params != "fp32":
-            raise _refused(knobs, name, f"beside precision.params={job.precision.params}")
+            raise _hook_error(knobs, name, f"beside precision.params={job.precision.params}")
         found[name] = list(parameter._backward_hooks.values())
         if any(id(tensor) in own for hook in found[name] for tensor in tensors_in(hook)):
-            raise _refused(knobs, name, "that holds a parameter, which will be cut")
+            raise _hook_error(knobs, name, "that holds a parameter, which will be cut")
     return found
 
 
@@ -52,7 +52,7 @@ def carry_over(hooks: Hooks, parts: Iterable[Any], names: Mapping[int, str]) -> 
 def _put(hooks: list[Callable[[Tensor], Tensor | None]], part: Any) -> None:
     make = part.init_unsharded_param
 
-    def made() -> None:
+    def make_hooked() -> None:
         make()
         part.init_unsharded_param = make
         whole, trains = part.unsharded_param, part.unsharded_param.requires_grad
@@ -61,8 +61,8 @@ def _put(hooks: list[Callable[[Tensor], Tensor | None]], part: Any) -> None:
             whole.register_hook(hook)
         whole.requires_grad_(trains)
 
-    part.init_unsharded_param = made  # the whole parameter is made by the first gathering
+    part.init_unsharded_param = make_hooked  # the whole parameter is made by the first gathering
 
 
-def _refused(knobs: Strategy, name: str, why: str) -> Unsupported:
+def _hook_error(knobs: Strategy, name: str, why: str) -> Unsupported:
     return knobs.refuse(f"a hook on the parameter {name!r} {why}", use="use strategy=ddp")

@@ -64,7 +64,7 @@ def refuse_joint(optimizer: Optimizer) -> None:
                 return "its step of one parameter depends on others, or on chance"
         return ""
 
-    why = _tried(optimizer, find)
+    why = _try_stand_ins(optimizer, find)
     if why:
         raise Unsupported(
             f"strategy.zero1=true steps parameters on several processes, and optimizer "
@@ -100,10 +100,10 @@ def refuse_unsharded(optimizer: Optimizer, comm: Communicator) -> None:
             differs = whole.differs(shards)
             why = "its step of shards is not that of whole parameters, or depends on chance"
         except Exception as error:  # noqa: BLE001 - whatever it is, it would come in the first step
-            differs, why = True, f"its step of shards fails ({_told(error)})"
+            differs, why = True, f"its step of shards fails ({_describe_error(error)})"
         return next((told for told in comm.all_gather_object(why if differs else "") if told), "")
 
-    why = _tried(optimizer, find)
+    why = _try_stand_ins(optimizer, find)
     if why:
         raise Unsupported(
             f"optimizer {type(optimizer).__name__} cannot step parameters that are sharded: {why}",
@@ -122,7 +122,7 @@ def _is_fused_elsewhere(optimizer: Optimizer) -> bool:
     return fused and type(optimizer) not in _FUSED_SHARDED
 
 
-def _tried(optimizer: Optimizer, find: Callable[[_StandIns], str]) -> str:
+def _try_stand_ins(optimizer: Optimizer, find: Callable[[_StandIns], str]) -> str:
     """What ``find`` says over the first stand-ins that the optimizer takes at all."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -133,13 +133,13 @@ def _tried(optimizer: Optimizer, find: Callable[[_StandIns], str]) -> str:
             try:
                 return find(_StandIns(parameters, small=small, wide=wide))
             except Exception as error:  # noqa: BLE001 - a user's code: the next may suit it
-                failed = _told(error)
+                failed = _describe_error(error)
     finally:
         set_rng_state(kept, device)
     return f"it cannot be tried before the first step ({failed})"
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0]:.120}" if first else type(error).__name__
 
@@ -180,7 +180,7 @@ class _StandIns:
 
     def shards(self, like: Sequence[Any]) -> list[Tensor]:
         """This rank's parts, placed as ``like``."""
-        return [nn.Parameter(_sharded(v, one)) for v, one in zip(self._values, like, strict=True)]
+        return [nn.Parameter(_shard(v, one)) for v, one in zip(self._values, like, strict=True)]
 
 
 class _Rehearsal:
@@ -201,7 +201,7 @@ class _Rehearsal:
         self._like = like
         self._gradients = stand_ins.gradients
         self._held = stand_ins.whole() if like is None else stand_ins.shards(like)
-        self._optimizer = _copied(optimizer, self._held, self._chosen)
+        self._optimizer = _copy_optimizer(optimizer, self._held, self._chosen)
         self._positions: list[dict[int, Tensor]] = []
         self._settings: list[list[dict[str, float]]] = []
 
@@ -211,7 +211,7 @@ class _Rehearsal:
             for place, held in enumerate(self._held):
                 gradient = self._gradients[place][number]
                 like = None if self._like is None else self._like[place]
-                held.grad = gradient.clone() if like is None else _sharded(gradient, like)
+                held.grad = gradient.clone() if like is None else _shard(gradient, like)
                 if isinstance(self._optimizer, torch.optim.SparseAdam):
                     held.grad = held.grad.to_sparse(1)
             self._optimizer.step()
@@ -254,7 +254,9 @@ class _Rehearsal:
         )
 
 
-def _copied(optimizer: Optimizer, held: Sequence[Tensor], chosen: Collection[int]) -> Optimizer:
+def _copy_optimizer(
+    optimizer: Optimizer, held: Sequence[Tensor], chosen: Collection[int]
+) -> Optimizer:
     """The same optimizer over those of ``held`` that are ``chosen``, sharing nothing with it."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     memo: dict[int, Any] = {id(p): new for p, new in zip(own, held, strict=True)}
@@ -272,7 +274,7 @@ def _copied(optimizer: Optimizer, held: Sequence[Tensor], chosen: Collection[int
     for p in own:
         if id(new_of[id(p)]) in mine and optimizer.state.get(p):
             copied.state[new_of[id(p)]] = {
-                key: copy.deepcopy(_fitted(slot, p, new_of[id(p)]), memo)
+                key: copy.deepcopy(_fit_slot(slot, p, new_of[id(p)]), memo)
                 for key, slot in optimizer.state[p].items()
             }
     copied.param_groups = []
@@ -301,7 +303,7 @@ def _own_function(function: Any, memo: dict[int, Any]) -> Any:
     return own
 
 
-def _fitted(slot: Any, parameter: Tensor, new: Tensor) -> Any:
+def _fit_slot(slot: Any, parameter: Tensor, new: Tensor) -> Any:
     """State from the constructor, of the size of the stand-in."""
     if not isinstance(slot, Tensor) or slot.shape != parameter.shape:
         return slot
@@ -366,7 +368,7 @@ def _own_rows(whole: Tensor, like: Any) -> Tensor:
     return whole[tuple(slice(b, b + s) for b, s in zip(begins, sizes, strict=True))]
 
 
-def _sharded(whole: Tensor, like: Any) -> Tensor:
+def _shard(whole: Tensor, like: Any) -> Tensor:
     return _as_shard(_own_rows(whole, like).clone(), like, tuple(whole.shape))
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.deferred.recording import DeferredInit
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.strategies.base import Job, Mesh
+from torsh_trainer.optim.precision import DTYPES
+from torsh_trainer.strategies.base import Job
 from torsh_trainer.strategies.merging import Unit
-from torsh_trainer.strategies.native import DTYPES
+from torsh_trainer.strategies.placing import share_in_one
 
 
 def shard(
-    roots: Sequence[Unit],
-    units: Sequence[Unit],
+    roots: list[Unit],
+    units: list[Unit],
     job: Job,
+    comm: Communicator,
     *,
+    init: DeferredInit,
     mesh: Any,
     uncut: set[nn.Parameter],
     cpu_offload: bool,
@@ -27,7 +31,12 @@ def shard(
     prefetch_depth: int | None,
     refuse: Callable[..., Unsupported],
 ) -> None:
-    """Has FSDP2 cut ``units``, inner ones, and ``roots``, all but ``uncut``.
+    """Has FSDP2 cut ``units``, inner ones, and ``roots``, all but ``uncut``, with rank 0's values.
+
+    ``init`` has them, where a parameter has no memory.
+
+    One after the other comes to the device and is cut there, so that never more than one of them
+    is there whole. Both lists are empty afterwards: they would keep the whole parameters alive.
 
     Raises:
         Unsupported: of a class that FSDP2 cannot take, as ``refuse`` says it.
@@ -63,10 +72,12 @@ def shard(
         "offload_policy": offload,
         "ignored_params": uncut,
     }
-    for part, policies in [
-        *((unit, policy(unit)) for unit in units),
-        *((root, policy(root, output_dtype)) for root in roots),
-    ]:
+    chain = [cast(FSDPModule, unit.modules[0]) for unit in units]
+    while units or roots:
+        inner = bool(units)
+        part = (units if inner else roots).pop(0)
+        share_in_one(part.parameters, comm, init)
+        policies = policy(part, None if inner else output_dtype)
         try:
             fully_shard(list(part.modules), mp_policy=policies, **common)
         except TypeError as error:
@@ -78,26 +89,7 @@ def shard(
                 use="let it inherit from its module first: class Net(nn.Module, Generic[T])",
             ) from error
     if prefetch_depth is not None:
-        chain = [cast(FSDPModule, unit.modules[0]) for unit in units]
         for i, link in enumerate(chain):
             link.set_modules_to_forward_prefetch(chain[i + 1 : i + 1 + prefetch_depth])
             before = chain[max(0, i - prefetch_depth) : i]
             link.set_modules_to_backward_prefetch(before[::-1] or [link])
-
-
-def device_mesh(mesh: Mesh, comm: Communicator) -> Any:
-    """A 1-D mesh over all ranks, or replicate x shard for hybrid sharding."""
-    # Imported here for the same reason as fully_shard.
-    from torch.distributed.device_mesh import init_device_mesh
-
-    kind = comm.device.type
-    if mesh.replicate == 1:
-        return init_device_mesh(kind, (mesh.shard,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        kind, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard")
-    )
-
-
-def shard_group(mesh: Any) -> Any:
-    """The processes that hold one whole copy together."""
-    return mesh.get_group("shard")

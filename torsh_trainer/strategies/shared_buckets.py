@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from torsh_trainer.comm.base import Communicator, Parts
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.shared_memory import Parts, SharedMemory
 from torsh_trainer.strategies.sums import Entering, register_hook, start_sum
 
 _Size = tuple[int, torch.dtype]
@@ -24,9 +25,11 @@ _Size = tuple[int, torch.dtype]
 def share_buckets(ddp: DistributedDataParallel, comm: Communicator, enter: Entering) -> bool:
     """Registers the hook if members of ``comm`` share memory, and says whether; collective."""
     most = sum(p.numel() for p in ddp.parameters() if p.requires_grad)
-    if not comm.shares(most):
+    memory = comm.shared_memory
+    if memory is None or not memory.shares(most):
         return False
-    register_hook(ddp, _SharedBuckets(ddp, comm, enter, overlaps=_spare_processors(comm)))
+    overlaps = _spare_processors(comm)
+    register_hook(ddp, _SharedBuckets(ddp, comm, memory, enter, overlaps=overlaps))
     return True
 
 
@@ -46,10 +49,17 @@ class _SharedBuckets:
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, comm: Communicator, enter: Entering, *, overlaps: bool
+        self,
+        ddp: DistributedDataParallel,
+        comm: Communicator,
+        memory: SharedMemory,
+        enter: Entering,
+        *,
+        overlaps: bool,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._comm = comm
+        self._memory = memory
         self._enter = enter
         self._overlaps = overlaps
         self._known: set[_Size] = set()
@@ -96,7 +106,7 @@ class _SharedBuckets:
             self._settled = True
             if len({flat.dtype for flat in flats}) == 1:
                 counts = [flat.numel() for flat in flats]
-                self._parts = self._comm.parts(counts, flats[0].dtype)
+                self._parts = self._memory.parts(counts, flats[0].dtype)
 
     def _has_last_layout(self) -> bool:
         """Whether DDP keeps the buckets of this pass; the same on every rank."""
@@ -110,4 +120,4 @@ class _SharedBuckets:
         size = flat.numel(), flat.dtype
         if size not in self._known:
             self._known.add(size)
-            self._comm.make_stage(*size)
+            self._memory.make_stage(*size)

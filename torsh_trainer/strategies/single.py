@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.optim.precision import DTYPES
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.strategies.compressing import compressing
-from torsh_trainer.strategies.native import DTYPES, NativeEngine
-from torsh_trainer.world import World
+from torsh_trainer.strategies.native import NativeEngine
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Single(Strategy):
         compressing(self, job, comm)  # says that there is nothing to compress
         model = modules.build(job, comm)
         module = computing(model, job)
-        modules.compiled(job, [module])
+        modules.compile_modules(job, [module])
         return NativeEngine(job, comm, model=model, module=module, eval_module=module)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.weights import take_values
+from torsh_trainer.tasks.weights import take_values
 
 log = logging.getLogger(__name__)
 

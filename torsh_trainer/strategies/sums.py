@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from torsh_trainer.precision import Precision
-from torsh_trainer.strategies.native import DTYPES, summed_in
+from torsh_trainer.optim.precision import DTYPES, Precision, sum_dtype
 
 
 class Entering:
@@ -96,7 +95,7 @@ def sum_in(ddp: DistributedDataParallel, precision: Precision, enter: Entering) 
 
     def hook(bucket: Any) -> Future[Tensor]:
         full = enter(bucket.buffer())
-        small = full.to(summed_in(full.dtype, held)).to(summed_in(full.dtype, sent))
+        small = full.to(sum_dtype(full.dtype, held)).to(sum_dtype(full.dtype, sent))
         return start_sum(small, group).then(lambda ended: full.copy_(ended.value()))
 
     register_hook(ddp, hook)

@@ -25,8 +25,7 @@ def synchronise(model: nn.Module, comm: Communicator) -> None:
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     if not norms:
         return
-    among = comm.split(range(comm.world.size))  # its sums meet no others on the way
-    assert among is not None
+    among = comm.duplicate()  # its sums meet no others on the way
     for name, module in norms:
         if type(module).forward not in _FORWARDS:
             raise Unsupported(
@@ -112,7 +111,7 @@ class SyncBatchNorm(_BatchNorm):
         if count <= 1 and 0 < total <= 1:  # only then is the device waited for
             raise ValueError(
                 "Expected more than 1 value per channel when training, got input size "
-                f"{tuple(input.shape)} on {self.meeting.comm.world.size} processes together"
+                f"{tuple(input.shape)} on {self.meeting.comm.size} processes together"
             )
         any_counts = total > 0  # where all are fillers, nothing is to be divided or followed
         total = total.clamp(min=1.0)

@@ -18,7 +18,7 @@ from torch import nn
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.reducer import BucketReducer
 from torsh_trainer.strategies.base import Strategy
-from torsh_trainer.strategies.trained import Change, refused
+from torsh_trainer.strategies.trainability import Change, change_error
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Uncut:
         """Looks anew which of them train."""
         self.close()
         trained = [p for p in self._parameters.values() if p.requires_grad]
-        if trained and self._comm.world.size > 1:
+        if trained and self._comm.size > 1:
             # After the backward: all processes have begun all that FSDP2 reduces by then.
             self._reducer = BucketReducer(
                 trained, self._comm, dtype=self._dtype, overlap=False, find_unused=True
@@ -88,12 +88,12 @@ class Uncut:
     def reduce(self, *, averages: bool) -> None:
         """Sums gradients over ranks, or averages them; one that no rank has stays None."""
         if self._reducer is not None:
-            self._reducer.factor = 1.0 / self._comm.world.size if averages else 1.0
+            self._reducer.factor = 1.0 / self._comm.size if averages else 1.0
             self._reducer.finish()
 
-    def mixed(self) -> AbstractContextManager[None]:
+    def mix_shards(self) -> AbstractContextManager[None]:
         """Within, an operation over several tensors may have shards and these among them."""
-        return _mixed() if self._parameters else contextlib.nullcontext()
+        return _mix_shards() if self._parameters else contextlib.nullcontext()
 
     def close(self) -> None:
         """Lets go of what sums gradients."""
@@ -103,7 +103,7 @@ class Uncut:
 
 
 @contextlib.contextmanager
-def _mixed() -> Iterator[None]:
+def _mix_shards() -> Iterator[None]:
     # Imported here: torch.distributed.tensor costs every other strategy's start-up.
     from torch.distributed.tensor.experimental import implicit_replication
 
@@ -119,7 +119,7 @@ def check_one_dtype(knobs: Strategy, change: Change, unit: Any) -> None:
     """
     trained = [part.sharded_param for part in unit.fsdp_params if part.sharded_param.requires_grad]
     if len({p.dtype for p in trained}) > 1:
-        raise refused(
+        raise change_error(
             knobs, change, use="use strategy=ddp: in their unit others of another dtype train"
         )
 

@@ -24,10 +24,10 @@ FIX = "set strategy.find_unused_parameters=true, or have every process run the s
 
 def units_of(root: Any) -> list[Any]:
     """FSDP2's groups of parameters below ``root``, in the order of their first modules."""
-    return [unit for _, unit in _named_units(root)]
+    return [unit for _, unit in _name_units(root)]
 
 
-def merged_states(root: Any) -> list[Any]:
+def find_merged_states(root: Any) -> list[Any]:
     """What FSDP2 knows of each unit below ``root`` that consists of several modules."""
     cut = (module for module in root.modules() if hasattr(module, "_get_fsdp_state"))
     states = dict.fromkeys(module._get_fsdp_state() for module in cut)
@@ -99,7 +99,7 @@ class WholePass:
             for part in unit.fsdp_params
             if part.sharded_param.requires_grad
         ]
-        used = self._comm.place(torch.tensor([float(_has_gradient(part)) for part in parts]))
+        used = self._comm.to_device(torch.tensor([float(_has_gradient(part)) for part in parts]))
         self._comm.all_reduce(used, op="max")
         for part, anywhere in zip(parts, used.tolist(), strict=True):
             if anywhere and not _has_gradient(part):
@@ -117,30 +117,32 @@ def _has_gradient(part: Any) -> bool:
 class CommonOrder:
     """Stops before a collective that other processes would not begin as well.
 
-    A collective that has always followed the two before it is begun without a word (one would not
-    tell a forward from a backward, which gathers the same units). At any other place the processes
-    first tell each other which they are about to begin. All of them know the
-    same order, so a process that leaves it waits there for the others: it is told apart when
-    ``timeout_s`` of the communicator has passed.
+    A collective that has always followed the two before it is begun without a word. A backward
+    gathers the units of its forward again, so the two are told apart, and so is the beginning of a
+    micro-batch. At any other place the processes first tell each other which they are about to
+    begin. All of them know the same order, so a process that leaves it waits there for the others:
+    it is told apart when ``timeout_s`` of the communicator has passed.
     """
 
     def __init__(self, roots: Sequence[Any], comm: Communicator) -> None:
-        told = comm.split(range(comm.world.size))
-        assert told is not None
-        self._comm = told
+        self._comm = comm.duplicate()
         self._roots = list(roots)
         self._followers: dict[Any, set[tuple[Any, ...]]] = {}
         self._last_two: tuple[Any, ...] = ((), ())
-        names = {id(unit): name for root in roots for name, unit in _named_units(root)}
+        names = {id(unit): name for root in roots for name, unit in _name_units(root)}
         for root in self._roots:
             for unit in units_of(root):
                 self._guard(unit, names[id(unit)])
 
     def _guard(self, unit: Any, name: str) -> None:
         gather, reduce = unit._all_gather_comm, unit.post_backward
-        unit._all_gather_comm = _Guarded(gather, functools.partial(self._begin, ("gather", name)))
 
-        def checked(*unused: Any) -> None:
+        def announce_gather() -> None:
+            self._begin(("gather", name, unit._training_state.name))
+
+        unit._all_gather_comm = _Guarded(gather, announce_gather)
+
+        def check_reduce(*unused: Any) -> None:
             if not all(hasattr(part, "_unsharded_param") for part in unit.fsdp_params):
                 return  # no forward has come to it yet, which FSDP2 trips over
             if unit.reduce_grads:
@@ -149,7 +151,11 @@ class CommonOrder:
                     self._begin(("reduce", name, having), unit)
             reduce(*unused)
 
-        unit.post_backward = checked
+        unit.post_backward = check_reduce
+
+    def begin_micro_batch(self) -> None:
+        """Before the forward of a micro-batch, of which all processes have as many."""
+        self._last_two = (self._last_two[1], ("micro-batch",))
 
     def _begin(self, what: tuple[Any, ...], unit: Any = None) -> None:
         """Before the collective ``what``.
@@ -165,18 +171,18 @@ class CommonOrder:
         self._last_two = (self._last_two[1], what)
 
     def _agree(self, what: tuple[Any, ...], unit: Any) -> None:
-        if self._comm.world.size == 1:
+        if self._comm.size == 1:
             return
         mine = torch.tensor([zlib.crc32(repr(what).encode())], dtype=torch.int64)
         try:
-            told = self._comm.all_gather(self._comm.place(mine))
+            told = self._comm.all_gather(self._comm.to_device(mine))
         except CommunicationError as error:  # the others wait elsewhere, or are gone
             raise type(error)(
                 f"{error.sentence}; this process {_words(what, unit)}",
                 fix=f"{error.fix}; if the others run other modules, {FIX}",
                 **error.facts,
             ) from error
-        if any(not torch.equal(one, told[0]) for one in told):
+        if len(set(torch.cat(list(told)).tolist())) > 1:
             raise _apart(self._comm.all_gather_object(_words(what, unit)))
 
 
@@ -193,7 +199,7 @@ def _words(what: tuple[Any, ...], unit: Any) -> str:
     return f"has gradients of {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 
-def _named_units(root: Any) -> list[tuple[str, Any]]:
+def _name_units(root: Any) -> list[tuple[str, Any]]:
     names: dict[Any, list[str]] = {}
     for name, module in root.named_modules():
         if hasattr(module, "_get_fsdp_state"):

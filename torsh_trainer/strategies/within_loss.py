@@ -36,7 +36,7 @@ def refuse_second_order(root: nn.Module) -> None:
 def _refuse_in(state: Any) -> None:
     before: Any = state._pre_backward
 
-    def checked(gradient: Any) -> Any:
+    def check_gradient(gradient: Any) -> Any:
         if torch.is_grad_enabled():
             raise Unsupported(
                 "strategy=fsdp cannot take a gradient with create_graph=True, as a gradient "
@@ -46,10 +46,10 @@ def _refuse_in(state: Any) -> None:
             )
         return before(gradient)
 
-    state._pre_backward = checked
+    state._pre_backward = check_gradient
 
 
-class Reads(TorchFunctionMode):
+class ShardReadGuard(TorchFunctionMode):
     """Refuses any operation on a shard, from ``torch`` or a tensor's method."""
 
     def __init__(self, names: Mapping[int, str]) -> None:

@@ -24,11 +24,11 @@ from torsh_trainer.strategies.state import own_attributes
 Wrap = Callable[[Optimizer], Optimizer]
 
 
-def sharded(comm: Communicator) -> Wrap:
+def shard_optimizer(comm: Communicator) -> Wrap:
     """What makes torch's ZeroRedundancyOptimizer of an optimizer that may be cut."""
 
     def wrap(optimizer: Optimizer) -> Optimizer:
-        if comm.world.size > 1:
+        if comm.size > 1:
             refuse_joint(optimizer)
             _close_gaps(p for group in optimizer.param_groups for p in group["params"])
         # Imported here: it pulls in torch.distributed.optim, which no other run needs.
@@ -64,20 +64,23 @@ class CommonParameters:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], memory: dict[torch.dtype, Tensor]):
-        self._views = dict(_laid_out(parameters, memory))
+        self._views = dict(_lay_out(parameters, memory))
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter], comm: Communicator) -> CommonParameters | None:
         """None, on all members of ``comm``, where they have no such memory; collective."""
+        shared = comm.shared_memory
+        if shared is None:
+            return None
         counts: dict[torch.dtype, int] = defaultdict(int)
         for parameter in parameters:
             counts[parameter.dtype] += parameter.numel()
-        memory = {dtype: comm.common(count, dtype) for dtype, count in counts.items()}
+        memory = {dtype: shared.common(count, dtype) for dtype, count in counts.items()}
         found = {dtype: tensor for dtype, tensor in memory.items() if tensor is not None}
         if len(found) < len(memory):
             return None
         common = cls(parameters, found)
-        if comm.world.is_main:
+        if comm.world.is_rank_zero:
             for parameter, view in common._views.items():
                 view.copy_(parameter.detach())
         comm.barrier()
@@ -106,7 +109,7 @@ class CommonParameters:
 
     def wrap(self, comm: Communicator) -> Wrap:
         """What makes an optimizer of which each member steps its share, where it may be cut."""
-        mine = _share(list(self._views), rank=comm.world.rank, members=comm.world.size)
+        mine = _share(list(self._views), rank=comm.rank, members=comm.size)
 
         def wrap(optimizer: Optimizer) -> Optimizer:
             refuse_joint(optimizer)
@@ -174,7 +177,7 @@ def _share(parameters: Sequence[nn.Parameter], *, rank: int, members: int) -> se
     return share
 
 
-def _laid_out(
+def _lay_out(
     parameters: Sequence[nn.Parameter], memory: dict[torch.dtype, Tensor]
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     begin = dict.fromkeys(memory, 0)

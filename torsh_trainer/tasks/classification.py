@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.task import DataSource, Mean, Task
-from torsh_trainer.tasks.fit import fitted
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.tasks.base import DataSource, Mean, Task
+from torsh_trainer.tasks.fit import check_fit
 
 
 class Classification(Task):
@@ -46,7 +46,7 @@ class Classification(Task):
         self.label_smoothing = label_smoothing
 
     def build_model(self) -> nn.Module:
-        return fitted(self.model(), self.data)
+        return check_fit(self.model(), self.data)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(outputs.float(), batch[1], label_smoothing=self.label_smoothing)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.files import check_plain
 from torsh_trainer.tasks.sources import (
     LoadedOnUse,
     Splits,
     TensorData,
-    balanced,
+    balance_classes,
     check_fractions,
     split,
 )
+from torsh_trainer.utils.files import check_plain
 
 Columns = dict[str, list[str]]
 
@@ -120,7 +120,7 @@ class CSV(LoadedOnUse):
         """The column ``weight``, else every class alike; None for numbers without the column."""
         rows = self._parts[0]
         if self.weight is None:
-            return None if self.kind == "regression" else balanced(self._rows[1][rows])
+            return None if self.kind == "regression" else balance_classes(self._rows[1][rows])
         weights = self._numbers(self._table, [self.weight], self.path).squeeze(1)[rows]
         if weights.min() < 0 or not weights.any():
             raise ConfigError(

@@ -17,7 +17,7 @@ from torsh_trainer.tasks.sources import (
     LoadedOnUse,
     Splits,
     TensorData,
-    balanced,
+    balance_classes,
     check_fractions,
     library,
     shift_and_flip,
@@ -67,7 +67,7 @@ class Digits(LoadedOnUse):
 
     def sample_weights(self) -> Tensor:
         train = self.train.data if self.augment else self.train
-        return balanced(train.tensors[1])
+        return balance_classes(train.tensors[1])
 
 
 def _table() -> Any:

@@ -19,7 +19,7 @@ from torsh_trainer.tasks.sources import (
     LoadedOnUse,
     Splits,
     TensorData,
-    balanced,
+    balance_classes,
     check_fractions,
     shift_and_flip,
     split,
@@ -70,7 +70,7 @@ class FashionMnist(LoadedOnUse):
 
     def sample_weights(self) -> Tensor:
         train = self.train.data if self.augment else self.train
-        return balanced(train.tensors[1])
+        return balance_classes(train.tensors[1])
 
     def _read(self, part: str) -> TensorData:
         images = read_idx(_find(self.folder, f"{part}-images-idx3-ubyte"))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import DataSource
+from torsh_trainer.tasks.base import DataSource
 
 # What the model states, what the data states, and how the two must compare.
 _RULES: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
@@ -24,7 +24,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
 )
 
 
-def fitted(model: nn.Module, data: DataSource) -> nn.Module:
+def check_fit(model: nn.Module, data: DataSource) -> nn.Module:
     """``model``, once its sizes agree with the data's where both state them as attributes.
 
     Raises:

@@ -16,7 +16,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.tasks.sources import (
     LoadedOnUse,
     Splits,
-    balanced,
+    balance_classes,
     check_fractions,
     library,
     split,
@@ -160,7 +160,7 @@ class ImageFolder(LoadedOnUse):
         return Splits(train, held_out, test, predict)
 
     def sample_weights(self) -> Tensor:
-        return balanced(self._listed[1][self._parts[0]])
+        return balance_classes(self._listed[1][self._parts[0]])
 
     @cached_property
     def _listed(self) -> tuple[list[Path], Tensor]:

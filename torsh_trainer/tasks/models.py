@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import parameter_count, whole_shape
+from torsh_trainer.tasks.base import parameter_count
+from torsh_trainer.tasks.chunked_loss import sum_of_losses
 
 
 class MLP(nn.Module):
@@ -98,13 +100,28 @@ class SmallCNN(nn.Module):
 class TokenEmbedding(nn.Embedding):
     """An embedding used at both ends: token numbers to vectors, and vectors to logits.
 
-    Both uses go through the module's call, so that an engine that shards it by itself gathers the
-    weight for each.
+    All uses go through the module's call, so that an engine that shards it by itself gathers the
+    weight for each. With ``targets`` vectors become the sum of their losses (see ``chunked_loss``).
+    ``words`` are the rows that stand for one; the others, which ``pad`` adds, give no logit.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__(words, width)
+        self.words = words
+
+    def pad(self, multiple: int) -> None:
+        """Adds rows of 0 up to a ``multiple``; what has been drawn stays."""
+        more = -self.num_embeddings % multiple
+        if more:
+            self.weight = nn.Parameter(F.pad(self.weight.detach(), (0, 0, 0, more)))
+            self.num_embeddings += more
+
+    def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is not None:
+            return sum_of_losses(input, self.weight, targets, words=self.words)
         if input.is_floating_point():
-            return F.linear(input, self.weight)
+            logits = F.linear(input, self.weight)
+            return logits if self.words == logits.shape[-1] else logits[..., : self.words]
         return super().forward(input)
 
 
@@ -146,10 +163,15 @@ class GPT(nn.Module):
     embeddings, GELU, normal(0.02) initialisation with the projections into the residual stream
     divided by sqrt(2 ``layers``).
 
+    ``vocab_multiple`` pads the embedding with rows of 0 up to such a multiple (64 makes 50,304 of
+    50,257), for matrix products that are fast on a GPU. They stand for no word and stay 0: logits,
+    losses and all other weights are those without them.
+
     GPT-2 124M is layers=12, heads=12, width=768, vocab_size=50257, context=1024. Sharding and
     activation checkpointing work by ``Block``.
 
-    Token numbers (batch, tokens <= ``context``), int -> logits (batch, tokens, ``vocab_size``).
+    Token numbers (batch, tokens <= ``context``), int -> logits (batch, tokens, ``vocab_size``);
+    with ``targets`` (batch, tokens) the sum of their losses, 0-dim, without those logits.
 
     Raises:
         ConfigError: ``width`` does not divide into ``heads``.
@@ -164,8 +186,10 @@ class GPT(nn.Module):
         heads: int = 4,
         width: int = 128,
         dropout: float = 0.0,
+        vocab_multiple: int = 1,
     ) -> None:
         super().__init__()
+        _positive(vocab_multiple=vocab_multiple)
         _positive(vocab_size=vocab_size, context=context, layers=layers, heads=heads, width=width)
         _check_dropout(dropout)
         if width % heads:
@@ -182,13 +206,23 @@ class GPT(nn.Module):
         )
         self.norm = nn.LayerNorm(width)
         self._initialise()
+        self.tokens.pad(vocab_multiple)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    sums_losses: ClassVar[bool] = True
+    """``forward`` takes ``targets``, as ``LanguageModel`` asks."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(places))
         for block in self.blocks:
             x = block(x)
-        return self.tokens(self.norm(x))
+        return self.tokens(self.norm(x), targets)
+
+    @property
+    def padded_rows(self) -> dict[str, int]:
+        """How many rows of a padded parameter stand for a word, by its name."""
+        tokens = self.tokens
+        return {} if tokens.words == tokens.num_embeddings else {"tokens.weight": tokens.words}
 
     def flops_per_token(self, tokens: int) -> float:
         """Floating-point operations of forward and backward for one token of a sequence of
@@ -199,7 +233,7 @@ class GPT(nn.Module):
         half of it is masked, and recomputation under activation checkpointing is not, as in the
         paper, so that figures compare.
         """
-        added = whole_shape(self.positions.weight).numel()
+        added = self.positions.weight.numel()
         multiplied = parameter_count(self)[0] - added
         return 6.0 * multiplied + 12.0 * len(self.blocks) * self.width * tokens
 

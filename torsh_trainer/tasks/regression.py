@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.task import DataSource, Mean, Task
-from torsh_trainer.tasks.fit import fitted
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.tasks.base import DataSource, Mean, Task
+from torsh_trainer.tasks.fit import check_fit
 
 _CRITERIA: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "mae": F.l1_loss}
 
@@ -42,13 +42,13 @@ class Regression(Task):
         self.criterion = criterion
 
     def build_model(self) -> nn.Module:
-        return fitted(self.model(), self.data)
+        return check_fit(self.model(), self.data)
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        return _CRITERIA[self.criterion](*_aligned(outputs, batch[1]))
+        return _CRITERIA[self.criterion](*_align(outputs, batch[1]))
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Mean]:
-        outputs, targets = _aligned(self.forward(model, batch), batch[1])
+        outputs, targets = _align(self.forward(model, batch), batch[1])
         samples = len(targets)
         means = {
             name: Mean(criterion(outputs, targets) * samples, samples)
@@ -60,7 +60,7 @@ class Regression(Task):
         return self.forward(model, batch if isinstance(batch, tuple | list) else (batch,))
 
 
-def _aligned(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _align(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Both in float32 and of one shape: (n, 1) against (n,) would broadcast to all pairs."""
     if outputs.dim() == targets.dim() + 1 and outputs.shape[-1] == 1:
         outputs = outputs.squeeze(-1)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torsh_trainer.data.collating import stacked
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.task import DataSource
+from torsh_trainer.tasks.base import DataSource
+from torsh_trainer.tasks.collating import stack
 
 
 class Splits(NamedTuple):
@@ -29,7 +29,7 @@ class Splits(NamedTuple):
 
 def collate(samples: Any) -> Any:
     """A batch that was fetched whole stays as it is; a list of samples is stacked."""
-    return stacked(samples) if isinstance(samples, list) else samples
+    return stack(samples) if isinstance(samples, list) else samples
 
 
 class LoadedOnUse(DataSource):
@@ -101,11 +101,11 @@ class TensorData(Dataset[Any]):
         return len(self.tensors[0])
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return self._transformed(tuple(tensor[index] for tensor in self.tensors))
+        return self._transform_parts(tuple(tensor[index] for tensor in self.tensors))
 
     def __getitems__(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, ...]:
         rows = row_numbers(indices)
-        return self._transformed(tuple(tensor.index_select(0, rows) for tensor in self.tensors))
+        return self._transform_parts(tuple(tensor.index_select(0, rows) for tensor in self.tensors))
 
     def take(self, rows: Tensor) -> TensorData | None:
         """The samples at ``rows``, as a dataset; None when there are none."""
@@ -113,7 +113,7 @@ class TensorData(Dataset[Any]):
             return None
         return TensorData(*(tensor[rows] for tensor in self.tensors), transform=self.transform)
 
-    def _transformed(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _transform_parts(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if self.transform is None:
             return parts
         return (self.transform(parts[0]), *parts[1:])
@@ -204,7 +204,7 @@ def split(
     return rows
 
 
-def balanced(labels: Tensor) -> Tensor:
+def balance_classes(labels: Tensor) -> Tensor:
     """Sampling weights that draw every class equally often: 1 / (rows of the class)."""
     counts = torch.bincount(labels)
     return counts.double().reciprocal()[labels]

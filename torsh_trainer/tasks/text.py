@@ -251,7 +251,7 @@ class TextFiles(LoadedOnUse):
         what = str(files[0]) if len(files) == 1 else f"{len(files)} files (data.{knob})"
         if self.sample == "window":
             pieces = [piece for path in files for piece in (self._end, self._tokens(path))]
-            stream = self._joined(pieces[1:])
+            stream = self._join_pieces(pieces[1:])
             if len(stream) <= self.context:
                 raise _too_short(what, self.context)
             return TokenWindows.of(stream, context=self.context)
@@ -293,9 +293,9 @@ class TextFiles(LoadedOnUse):
             offset += len(tokens)
         if not starts:
             raise _too_short(what, 1)
-        return TokenSequences(self._joined(texts), starts=starts, stops=stops)
+        return TokenSequences(self._join_pieces(texts), starts=starts, stops=stops)
 
-    def _joined(self, pieces: Sequence[Any]) -> Tensor:
+    def _join_pieces(self, pieces: Sequence[Any]) -> Tensor:
         if self.byte_level:
             content = bytearray(b"".join(pieces))
             return torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0)

@@ -1,6 +1,7 @@
-"""Contract suites that ship: a plugin proves itself by a test class that inherits one.
+"""What ships for tests of a plugin: contract suites, pools of ranks, a fake accelerator.
 
-Nothing here imports pytest; the suites are plain classes with methods that it collects.
+A plugin proves itself by a test class that inherits a suite. Nothing here imports pytest; the
+suites are plain classes with methods that it collects.
 """
 
 from __future__ import annotations
@@ -8,24 +9,36 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_SUITES = {
+_PLACES = {
+    "CheckpointerContract": "torsh_trainer.testing.checkpointer",
     "CommunicatorContract": "torsh_trainer.testing.communicator",
     "EnvironmentContract": "torsh_trainer.testing.environment",
     "LauncherContract": "torsh_trainer.testing.launcher",
     "StrategyContract": "torsh_trainer.testing.strategy",
+    "TranslatorContract": "torsh_trainer.testing.translator",
+    "TransportContract": "torsh_trainer.testing.transport",
     "RankPool": "torsh_trainer.testing.ranks",
+    "FakeAccelerator": "torsh_trainer.testing.fake_accelerator",
+    "count_step": "torsh_trainer.testing.fake_accelerator",
+    "run_on_fake_accelerator": "torsh_trainer.testing.fake_accelerator",
 }
 __all__ = [
+    "CheckpointerContract",
     "CommunicatorContract",
     "EnvironmentContract",
+    "FakeAccelerator",
     "LauncherContract",
     "RankPool",
     "StrategyContract",
+    "TranslatorContract",
+    "TransportContract",
+    "count_step",
+    "run_on_fake_accelerator",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Suites load on first use: that of environments needs no torch."""
-    if name in _SUITES:
-        return getattr(importlib.import_module(_SUITES[name]), name)
+    """Names load on first use: the suite of environments needs no torch."""
+    if name in _PLACES:
+        return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'torsh_trainer.testing' has no attribute {name!r}")

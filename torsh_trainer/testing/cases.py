@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,35 @@ from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.mesh import Groups
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, MicroBatch, Strategy
-from torsh_trainer.task import Task
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.strategies.dividing import divide
+from torsh_trainer.tasks.base import Task
+from torsh_trainer.testing.mesh import ReplicatedModel
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.state import fill, whole_state
 from torsh_trainer.testing.tiny import Block, TinyTask, total_weight
 
+_GROUPS: ContextVar[Groups | None] = ContextVar("groups", default=None)
 
-def train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> Outcome:
+
+def on_a_mesh(
+    comm: Communicator, copies: int, case: Callable[..., Any], strategy: Strategy, *args: Any
+) -> Any:
+    """``case`` where ``copies`` consecutive processes have the same samples."""
+    strategy, mesh = divide(comm.world, strategy, ReplicatedModel(model_replicate=copies))
+    groups = Groups(mesh, comm)
+    token = _GROUPS.set(groups)
+    try:
+        return case(groups.data, strategy, *args)
+    finally:
+        _GROUPS.reset(token)
+
+
+def train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> TrainingOutcome:
     """All steps of the scenario, then an evaluation."""
     driver = Driver(comm, strategy, scenario)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         driver.step(number, outcome)
     return driver.finish(outcome)
@@ -33,21 +52,23 @@ def train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> Outcome
 
 def train_between_evaluations(
     comm: Communicator, strategy: Strategy, scenario: Scenario
-) -> Outcome:
+) -> TrainingOutcome:
     """As ``train``, with an evaluation before every step."""
     driver = Driver(comm, strategy, scenario)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         driver.evaluate(averaged=False)
         driver.step(number, outcome)
     return driver.finish(outcome)
 
 
-def resume(comm: Communicator, strategy: Strategy, scenario: Scenario) -> tuple[Outcome, Outcome]:
+def resume(
+    comm: Communicator, strategy: Strategy, scenario: Scenario
+) -> tuple[TrainingOutcome, TrainingOutcome]:
     """One engine goes all the way; another takes its state before the last step and follows."""
     last = scenario.data.steps - 1
     first = Driver(comm, strategy, scenario)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(last):
         first.step(number, outcome)
     saved = whole_state(first.engine.state_dict(), comm)
@@ -56,26 +77,26 @@ def resume(comm: Communicator, strategy: Strategy, scenario: Scenario) -> tuple[
     other_start = replace(scenario, model=replace(scenario.model, seed=7))
     second = Driver(comm, strategy, other_start)
     second.engine.load_state_dict(fill(second.engine.state_template(), saved))
-    resumed = second.finish(_after(second, last, Outcome()))
+    resumed = second.finish(_after(second, last, TrainingOutcome()))
     return went_on, resumed
 
 
 def go_on(
     comm: Communicator, strategy: Strategy, scenario: Scenario, path: Path, first: int
-) -> Outcome:
+) -> TrainingOutcome:
     """Takes a checkpoint's model and optimizer, then all steps from number ``first`` on."""
     driver = Driver(comm, strategy, scenario)
     checkpointer = DcpCheckpointer(path.parent, comm, CheckpointOptions())
     state = {"engine": driver.engine.state_template()}
     driver.engine.load_state_dict(checkpointer.load(state, path=path)["engine"])
     checkpointer.close()
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(first, scenario.data.steps):
         driver.step(number, outcome)
     return driver.finish(outcome)
 
 
-def _after(driver: Driver, number: int, outcome: Outcome) -> Outcome:
+def _after(driver: Driver, number: int, outcome: TrainingOutcome) -> TrainingOutcome:
     driver.step(number, outcome)
     return outcome
 
@@ -90,7 +111,7 @@ def predict(comm: Communicator, strategy: Strategy, scenario: Scenario) -> list[
 def block_calls(comm: Communicator, strategy: Strategy, scenario: Scenario) -> int:
     """How often blocks ran forward in one step, recomputation included."""
     driver = Driver(comm, strategy, scenario)
-    driver.step(0, Outcome())
+    driver.step(0, TrainingOutcome())
     model = driver.engine.model
     driver.engine.close()
     return sum(block.calls for block in model.modules() if isinstance(block, Block))
@@ -111,7 +132,7 @@ def blame(comm: Communicator, strategy: Strategy, scenario: Scenario, task: type
     """The words of the ConfigError that a step of ``task`` meets; empty when there is none."""
     driver = Driver(comm, strategy, scenario, task=task())
     try:
-        driver.step(0, Outcome())
+        driver.step(0, TrainingOutcome())
     except ConfigError as error:
         return str(error)
     return ""
@@ -205,6 +226,7 @@ class Driver:
             skip_nonfinite=scenario.skip_nonfinite,
             sync_batchnorm=scenario.sync_batchnorm,
             max_steps=data.steps,
+            groups=_GROUPS.get(),
         )
         self.engine: Engine = strategy.resolve(job, comm).prepare(job, comm)
         self.base_lrs = {
@@ -215,14 +237,14 @@ class Driver:
     def micro_batches(self, number: int) -> list[MicroBatch]:
         """This rank's share of step ``number``, on the device."""
         mine = self.scenario.data.step(number, self.mesh.dp)[self.mesh.dp_rank]
-        return [micro._replace(batch=self._placed(micro.batch)) for micro in mine]
+        return [micro._replace(batch=self._to_device(micro.batch)) for micro in mine]
 
     def evaluation(self) -> list[tuple[Any, bool]]:
         """This rank's share of the evaluation data, on the device."""
         mine = self.scenario.data.evaluation(self.mesh.dp)[self.mesh.dp_rank]
-        return [(self._placed(batch), counts) for batch, counts in mine]
+        return [(self._to_device(batch), counts) for batch, counts in mine]
 
-    def step(self, number: int, outcome: Outcome) -> None:
+    def step(self, number: int, outcome: TrainingOutcome) -> None:
         """One step, as the loop does it; what it gave is added to ``outcome``."""
         engine, scenario = self.engine, self.scenario
         if scenario.schedule:
@@ -250,7 +272,7 @@ class Driver:
             means[name] = total / weight
         return means
 
-    def finish(self, outcome: Outcome) -> Outcome:
+    def finish(self, outcome: TrainingOutcome) -> TrainingOutcome:
         """Everything else that training left; then the engine is closed."""
         state = whole_state(self.engine.state_dict(), self.comm)
         outcome.parameters = state["model"]
@@ -262,5 +284,5 @@ class Driver:
         self.engine.close()
         return outcome
 
-    def _placed(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         return tree_map(lambda leaf: leaf.to(self.comm.device), batch)

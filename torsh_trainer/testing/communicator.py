@@ -12,7 +12,7 @@ import torch
 
 from torsh_trainer.comm.base import CommOptions, Communicator, Reduction
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
+from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared_pool
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
@@ -69,7 +69,7 @@ class CommunicatorContract:
 
     def test_place_moves_a_tensor_to_the_device(self, world_size: int) -> None:
         def case(comm: Communicator) -> bool:
-            return comm.place(torch.ones(2)).device == comm.device
+            return comm.to_device(torch.ones(2)).device == comm.device
 
         assert all(self._run(case, world_size))
 
@@ -82,7 +82,7 @@ class CommunicatorContract:
             return self._refuses_the_mean(world_size, dtype)
 
         def case(comm: Communicator) -> list[float]:
-            tensor = comm.place(torch.tensor(_values(comm.world.rank, dtype)).to(dtype))
+            tensor = comm.to_device(torch.tensor(_values(comm.world.rank, dtype)).to(dtype))
             assert comm.all_reduce(tensor, op=op) is None
             return tensor.tolist()
 
@@ -94,8 +94,8 @@ class CommunicatorContract:
 
     def _refuses_the_mean(self, world_size: int, dtype: torch.dtype) -> None:
         def case(comm: Communicator) -> bool:
-            tensor = comm.place(torch.ones(2).to(dtype))
-            return _refused(lambda: comm.all_reduce(tensor, op="mean"))
+            tensor = comm.to_device(torch.ones(2).to(dtype))
+            return _is_refused(lambda: comm.all_reduce(tensor, op="mean"))
 
         assert all(self._run(case, world_size))
 
@@ -104,7 +104,7 @@ class CommunicatorContract:
     ) -> None:
         def case(comm: Communicator) -> list[list[float]]:
             first, second = (
-                comm.place(torch.tensor(_values(comm.world.rank + shift, torch.float32)))
+                comm.to_device(torch.tensor(_values(comm.world.rank + shift, torch.float32)))
                 for shift in (0, 5)
             )
             works = [comm.all_reduce(t, op=op, async_op=True) for t in (first, second)]
@@ -125,7 +125,7 @@ class CommunicatorContract:
         dst = world_size - 1
 
         def case(comm: Communicator) -> list[float]:
-            tensor = comm.place(torch.tensor([1.0, comm.world.rank]))
+            tensor = comm.to_device(torch.tensor([1.0, comm.world.rank]))
             comm.reduce(tensor, dst=dst)
             return tensor.tolist()
 
@@ -136,10 +136,10 @@ class CommunicatorContract:
     def test_reduce_scatter_gives_each_its_part(self, world_size: int) -> None:
         def case(comm: Communicator) -> tuple[list[float], list[float]]:
             parts = [
-                comm.place(torch.full((2, 3), float(10 * comm.world.rank + i))).t()
+                comm.to_device(torch.full((2, 3), float(10 * comm.world.rank + i))).t()
                 for i in range(comm.world.size)
             ]
-            total, mean = (comm.place(torch.empty(2, 3)).t() for _ in range(2))
+            total, mean = (comm.to_device(torch.empty(2, 3)).t() for _ in range(2))
             comm.reduce_scatter(total, parts)
             comm.reduce_scatter(mean, parts, op="mean")
             return total.unique().tolist(), mean.unique().tolist()
@@ -167,7 +167,7 @@ class CommunicatorContract:
 
         def case(comm: Communicator) -> tuple[list[float], list[float]]:
             mine = torch.tensor(_values(comm.world.rank, dtype)).to(dtype)
-            now, later = comm.place(mine.clone()), comm.place(mine.clone())
+            now, later = comm.to_device(mine.clone()), comm.to_device(mine.clone())
             comm.broadcast(now, src=src)
             work = comm.broadcast(later, src=src, async_op=True)
             assert work is not None
@@ -179,7 +179,7 @@ class CommunicatorContract:
 
     def test_all_gather_keeps_the_order_of_ranks(self, world_size: int, dtype: torch.dtype) -> None:
         def case(comm: Communicator) -> list[list[float]]:
-            mine = comm.place(torch.tensor(_values(comm.world.rank, dtype)).to(dtype))
+            mine = comm.to_device(torch.tensor(_values(comm.world.rank, dtype)).to(dtype))
             gathered = comm.all_gather(mine)
             mine.zero_()  # what was gathered is a copy
             return [tensor.tolist() for tensor in gathered]
@@ -193,7 +193,7 @@ class CommunicatorContract:
         dst = world_size - 1
 
         def case(comm: Communicator) -> list[Any] | None:
-            gathered = comm.gather(comm.place(torch.tensor([comm.world.rank])), dst=dst)
+            gathered = comm.gather(comm.to_device(torch.tensor([comm.world.rank])), dst=dst)
             return None if gathered is None else [tensor.item() for tensor in gathered]
 
         answers = self._run(case, world_size)
@@ -206,8 +206,8 @@ class CommunicatorContract:
         def case(comm: Communicator) -> list[float]:
             given = None
             if comm.world.rank == src:
-                given = [comm.place(torch.full((2,), 7.0 * i)) for i in range(comm.world.size)]
-            mine = comm.place(torch.empty(2))
+                given = [comm.to_device(torch.full((2,), 7.0 * i)) for i in range(comm.world.size)]
+            mine = comm.to_device(torch.empty(2))
             comm.scatter(mine, given, src=src)
             return mine.tolist()
 
@@ -220,9 +220,9 @@ class CommunicatorContract:
             rank, size = comm.world.rank, comm.world.size
             # Rank r sends i + 1 elements to rank i, so rank i receives i + 1 from each.
             inputs = [
-                comm.place(torch.full((i + 1,), (rank + i) % 2).to(dtype)) for i in range(size)
+                comm.to_device(torch.full((i + 1,), (rank + i) % 2).to(dtype)) for i in range(size)
             ]
-            outputs = [comm.place(torch.zeros(rank + 1).to(dtype)) for _ in range(size)]
+            outputs = [comm.to_device(torch.zeros(rank + 1).to(dtype)) for _ in range(size)]
             comm.all_to_all(outputs, inputs)
             return [(len(o), o.float().mean().item()) for o in outputs]
 
@@ -235,9 +235,9 @@ class CommunicatorContract:
     def test_send_and_recv_pass_a_tensor_around_a_ring(self, world_size: int) -> None:
         def case(comm: Communicator) -> Any:
             rank, size = comm.world.rank, comm.world.size
-            mine = comm.place(torch.full((2, 3), float(rank), dtype=torch.bfloat16)).t()
-            taken = comm.place(torch.empty(2, 3, dtype=torch.bfloat16)).t()
-            assert _refused(lambda: comm.send(mine, dst=rank)), "sent to itself"
+            mine = comm.to_device(torch.full((2, 3), float(rank), dtype=torch.bfloat16)).t()
+            taken = comm.to_device(torch.empty(2, 3, dtype=torch.bfloat16)).t()
+            assert _is_refused(lambda: comm.send(mine, dst=rank)), "sent to itself"
             if size == 1:
                 return 0.0
             if rank == 0:
@@ -255,10 +255,13 @@ class CommunicatorContract:
     ) -> None:
         def case(comm: Communicator) -> list[Any]:
             rank = comm.world.rank
-            crossed = comm.place(torch.full((4, 3), float(rank))).t()
-            every_other = comm.place(torch.full((6,), float(rank)))[::2]
-            late = comm.place(torch.full((4, 3), float(rank)))[:, 1:]
-            number, nothing = comm.place(torch.tensor(float(rank))), comm.place(torch.empty(0))
+            crossed = comm.to_device(torch.full((4, 3), float(rank))).t()
+            every_other = comm.to_device(torch.full((6,), float(rank)))[::2]
+            late = comm.to_device(torch.full((4, 3), float(rank)))[:, 1:]
+            number, nothing = (
+                comm.to_device(torch.tensor(float(rank))),
+                comm.to_device(torch.empty(0)),
+            )
             comm.all_reduce(crossed)
             comm.broadcast(every_other, src=comm.world.size - 1)
             work = comm.all_reduce(late, op="max", async_op=True)
@@ -311,12 +314,12 @@ class CommunicatorContract:
             part = comm.split(chosen[::-1])
             mine: Any = None
             if part is not None:
-                tensor = part.place(torch.tensor([float(comm.world.rank + 1)]))
+                tensor = part.to_device(torch.tensor([float(comm.world.rank + 1)]))
                 part.all_reduce(tensor)
                 last = part.broadcast_object(comm.world.rank, src=part.world.size - 1)
                 mine = (part.world.rank, part.world.size, tensor.item(), last)
                 part.close()
-            whole = comm.place(torch.ones(1))
+            whole = comm.to_device(torch.ones(1))
             comm.all_reduce(whole)
             return mine, whole.item()
 
@@ -347,11 +350,11 @@ class CommunicatorContract:
 
     def test_a_rank_that_does_not_exist_is_refused(self, world_size: int) -> None:
         def case(comm: Communicator) -> list[bool]:
-            tensor, beyond = comm.place(torch.ones(1)), comm.world.size
+            tensor, beyond = comm.to_device(torch.ones(1)), comm.world.size
             return [
-                _refused(lambda: comm.broadcast(tensor, src=beyond)),
-                _refused(lambda: comm.gather(tensor, dst=-1)),
-                _refused(lambda: comm.split([0, beyond])),
+                _is_refused(lambda: comm.broadcast(tensor, src=beyond)),
+                _is_refused(lambda: comm.gather(tensor, dst=-1)),
+                _is_refused(lambda: comm.split([0, beyond])),
             ]
 
         assert self._run(case, world_size) == [[True] * 3] * world_size
@@ -368,7 +371,7 @@ class CommunicatorContract:
     # -- how it is done ---------------------------------------------------------------------------
 
     def _run(self, case: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-        pool = shared(world_size, self.device, self.comm_options)
+        pool = shared_pool(world_size, self.device, self.comm_options)
         return pool.run(_with_communicator, type(self).communicator, case, *args)
 
     def _columns(
@@ -396,7 +399,7 @@ def _values(rank: int, dtype: torch.dtype) -> list[float]:
     return [rank + 1, 2, 0]
 
 
-def _refused(call: Callable[[], Any]) -> bool:
+def _is_refused(call: Callable[[], Any]) -> bool:
     try:
         call()
     except ConfigError as error:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torsh_trainer.testing.reference import Outcome
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
+from torsh_trainer.testing.reference import TrainingOutcome
 
 
 class Tolerance(NamedTuple):
@@ -111,7 +111,7 @@ def same_tensor(ours: Tensor, plain: Tensor, bound: float, what: str) -> None:
     )
 
 
-def same_resumed(resumed: Outcome, went_on: Outcome, bound: float) -> None:
+def same_resumed(resumed: TrainingOutcome, went_on: TrainingOutcome, bound: float) -> None:
     """Asserts that an engine that took a state did in its last step what the other one did."""
     close(resumed.losses[-1][0][0], went_on.losses[-1][0][0], bound, "resumed: next loss")
     close(resumed.norms[-1], went_on.norms[-1], bound, "resumed: next gradient norm")

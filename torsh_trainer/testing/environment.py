@@ -9,8 +9,8 @@ from functools import cache
 from typing import Any, ClassVar
 
 from torsh_trainer.environments.base import Environment
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 _TOUCHES = ("open", "os.listdir", "os.putenv", "socket.", "subprocess.", "urllib.")
 """Beginnings of Python's audit events for files, variables, network and processes."""
@@ -58,7 +58,7 @@ class EnvironmentContract:
         env = dict(self.samples[sample][0])
         before = dict(env)
         first = self.environment.world(env)  # imports what it needs
-        with _watched() as seen:
+        with _watch_outside() as seen:
             second = self.environment.world(env)
         assert seen == [], "it looked outside"
         assert first == second
@@ -104,8 +104,9 @@ class EnvironmentContract:
         assert error is not None, "no ConfigError was raised"
         assert error.fix, "the error names no next move"
 
-    def test_it_has_a_name(self) -> None:
+    def test_it_has_a_name_and_a_place_among_the_others(self) -> None:
         assert self.environment.name
+        assert isinstance(self.environment.priority, int)
 
     def _error(self, env: Mapping[str, str]) -> ConfigError | None:
         try:
@@ -119,7 +120,7 @@ _watching: list[list[str]] = []
 
 
 @contextmanager
-def _watched() -> Iterator[list[str]]:
+def _watch_outside() -> Iterator[list[str]]:
     """What is touched outside of this process meanwhile, as Python's own audit events."""
     _install()
     seen: list[str] = []

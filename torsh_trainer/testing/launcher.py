@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, WorkerError
 from torsh_trainer.launchers.base import LaunchContext, Launcher
-from torsh_trainer.world import World
 
 _FOREVER_S = 3600.0
 _PLACE = re.compile(

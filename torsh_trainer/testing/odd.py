@@ -16,7 +16,7 @@ from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.compare import FP32, same_tensors
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import VOCABULARY, WIDTH, TinyModel, TinyTask
 
 Hook = Literal["clamp", "sign", "module_hook"]
@@ -24,7 +24,8 @@ Memory = Literal["transposed", "channels_last", "halves", "every_other"]
 Overlap = Literal["overlap", "same"]
 Gradient = Literal["penalty", "weighted_by_gradient", "penalty_of_parameters", "regularised"]
 Repeat = Literal["repeated", "repeated_within", "repeated_later"]
-Kind = Hook | Memory | Overlap | Gradient | Repeat | Literal["accumulated"]
+Write = Literal["bounded", "bounded_data"]
+Kind = Hook | Memory | Overlap | Gradient | Repeat | Write | Literal["accumulated", "moved"]
 
 HOOKS: tuple[Kind, ...] = get_args(Hook)
 """Hooks that are no linear function of a gradient: on parameters, and on a module."""
@@ -37,6 +38,9 @@ OVERLAPS: tuple[Kind, ...] = get_args(Overlap)
 
 GRADIENTS: tuple[Kind, ...] = get_args(Gradient)
 """Losses that take a gradient, or read the parameters."""
+
+WRITES: tuple[Kind, ...] = get_args(Write)
+"""Layers whose forward bounds their weight, in place or by another tensor for ``data``."""
 
 REPEATS: tuple[Kind, ...] = get_args(Repeat)
 """A layer used again in a reentrant checkpoint: a backward adds to its gradient twice."""
@@ -56,7 +60,7 @@ class Features(nn.Module):
         return logits
 
 
-class Convolution(nn.Module):
+class ChannelsLastConvolution(nn.Module):
     """A convolution whose weight is channels_last, over tokens as an image of one column."""
 
     def __init__(self) -> None:
@@ -98,6 +102,23 @@ class Repeated(nn.Module):
         return logits
 
 
+class Bounded(nn.Linear):
+    """A linear layer that bounds its rows in training, as EEGNet's do."""
+
+    replaces = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """As ``nn.Linear``."""
+        if self.training:
+            with torch.no_grad():
+                bounded = torch.renorm(self.weight, 2, 0, 0.2)
+                if self.replaces:
+                    self.weight.data = bounded
+                else:
+                    self.weight.copy_(bounded)
+        return super().forward(inputs)
+
+
 class OddTask(TinyTask):
     """The tiny task with one oddity; ``first_call`` is that of a repetition that begins later."""
 
@@ -113,10 +134,10 @@ class OddTask(TinyTask):
             if self.kind in ("penalty", "weighted_by_gradient"):
                 return Features()
             if self.kind == "channels_last":
-                return Convolution()
+                return ChannelsLastConvolution()
             if self.kind in REPEATS:
                 return Repeated(self.kind, self.first_call)
-            return _made_odd(super().build_model(), self.kind)
+            return _make_odd(super().build_model(), self.kind)
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -148,7 +169,7 @@ class OddTask(TinyTask):
         return super().loss(outputs, batch) + self.extra
 
 
-def _made_odd(model: TinyModel, kind: str) -> TinyModel:
+def _make_odd(model: TinyModel, kind: str) -> TinyModel:
     blocks: list[Any] = list(model.blocks)
     first, second = blocks[0].linear, blocks[1].linear
     if kind == "clamp":
@@ -156,11 +177,18 @@ def _made_odd(model: TinyModel, kind: str) -> TinyModel:
     elif kind == "sign":
         first.weight.register_hook(lambda gradient: gradient.sign() * 0.01)
     elif kind == "module_hook":
-        model.norm.register_full_backward_hook(_clamped)
+        model.norm.register_full_backward_hook(_clamp_gradient)
     elif kind == "accumulated":
         model.head.weight.register_post_accumulate_grad_hook(_halve)
     elif kind == "transposed":
         first.weight = nn.Parameter(first.weight.detach().t().contiguous().t())
+    elif kind in WRITES:
+        for block in blocks:
+            block.linear.__class__ = Bounded
+            block.linear.replaces = kind == "bounded_data"
+    elif kind == "moved":
+        model.norm.bias.requires_grad_(False)
+        model.norm.register_forward_hook(_move_bias)
     elif kind in ("halves", "every_other"):
         base = torch.randn(2 * WIDTH)
         halves = (base[:WIDTH], base[WIDTH:])
@@ -174,8 +202,13 @@ def _made_odd(model: TinyModel, kind: str) -> TinyModel:
     return model
 
 
-def _clamped(_: nn.Module, into: Any, __: Any) -> tuple[Tensor]:
+def _clamp_gradient(_: nn.Module, into: Any, __: Any) -> tuple[Tensor]:
     return (into[0].clamp(-0.01, 0.01),)
+
+
+def _move_bias(norm: Any, inputs: Any, _: Any) -> None:
+    if norm.training:
+        norm.bias.data.lerp_(inputs[0].detach().mean((0, 1)), 0.1)
 
 
 def _halve(parameter: Tensor) -> None:
@@ -185,9 +218,9 @@ def _halve(parameter: Tensor) -> None:
 
 def train_odd(
     comm: Communicator, strategy: Strategy, scenario: Scenario, task: OddTask
-) -> Outcome | str:
+) -> TrainingOutcome | str:
     """The outcome, or the words of what refused it, and in which step."""
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     try:
         driver = Driver(comm, strategy, scenario, task=task)
     except Unsupported as error:
@@ -211,7 +244,7 @@ def check_plain(pool: RankPool, strategy: Strategy, kind: Kind, scenario: Scenar
     calls = scenario.data.accumulate
     expected = reference.train(scenario, size, task=OddTask(kind, first_call=calls * size))
     for found in pool.run(train_odd, strategy, scenario, OddTask(kind, first_call=calls)):
-        assert isinstance(found, Outcome), found
+        assert isinstance(found, TrainingOutcome), found
         same_tensors(found.parameters, expected.parameters, FP32.parameters, "parameters")
 
 

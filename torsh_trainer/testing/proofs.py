@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.testing.guarantees.reading import imported
+from torsh_trainer.testing.guarantees.reading import import_test
 from torsh_trainer.translate.proofs import ENGINES
 
 PLACES = ("tests/translate", "tests/unit", "plugins/deepspeed/tests", "plugins/horovod/tests")
@@ -39,7 +39,7 @@ def tables(root: Path) -> dict[str, str]:
         for file in sorted((root / place).glob("test_*.py")):
             if f"mark.{MARK}" in file.read_text("utf-8"):
                 where = file.relative_to(root).as_posix()
-                for test, engine, rule in _marked(imported(file, where)):
+                for test, engine, rule in _find_marks(import_test(file, where)):
                     found[engine][rule].append(f"{where}::{test}")
     return {
         engine: json.dumps({rule: sorted(rules[rule]) for rule in sorted(rules)}, indent=1) + "\n"
@@ -47,7 +47,7 @@ def tables(root: Path) -> dict[str, str]:
     }
 
 
-def _marked(module: Any) -> Iterator[tuple[str, str, str]]:
+def _find_marks(module: Any) -> Iterator[tuple[str, str, str]]:
     """(test, engine, rule) of every mark in a module."""
     for name, value in vars(module).items():
         if name.startswith("test_"):

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
-from torsh_trainer.world import Rendezvous, World
+from torsh_trainer.environments.world import Rendezvous, World
 
 PRELOADED = (
     "torch",
@@ -42,7 +42,7 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "torsh_trainer.checkpoint.saving",
     "torsh_trainer.testing.ranks",
-    "torsh_trainer.trainer",
+    "torsh_trainer.training.trainer",
 )
 """What the warm process imports, once for all ranks; none of it starts a thread."""
 
@@ -91,7 +91,7 @@ class RankPool:
         """
         if not self._ranks:
             self._start()
-        payload = _pickled((case, args))
+        payload = _pickle((case, args))
         try:
             for rank in self._ranks:
                 rank.connection.send_bytes(payload)
@@ -209,7 +209,7 @@ class RankPool:
 
 
 @cache
-def shared(world_size: int, device: str = "cpu", options: CommOptions = OPTIONS) -> RankPool:
+def shared_pool(world_size: int, device: str = "cpu", options: CommOptions = OPTIONS) -> RankPool:
     """The pool of that kind that all tests of this process share; it ends with the process."""
     pool = RankPool(world_size, device=device, options=options)
     atexit.register(pool.close)
@@ -328,7 +328,7 @@ def _write_to(output: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     """Pickles; what stands in a test module, which ranks cannot import, goes by value."""
     foreign = [module for module in list(sys.modules.values()) if _only_here(module)]
     for module in foreign:

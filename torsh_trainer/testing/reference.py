@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Clip, MicroBatch
 from torsh_trainer.testing.tiny import TinyData, TinyModelOptions, TinyTask, total_weight
 
@@ -49,7 +49,7 @@ class Scenario:
 
 
 @dataclass
-class Outcome:
+class TrainingOutcome:
     """What training left: all that an engine and plain PyTorch are compared by.
 
     ``losses`` are by step, rank and micro-batch; None where the weight is 0. ``optimizer`` is
@@ -74,13 +74,13 @@ def train(
     gradient_scale: float = 1.0,
     device: str = "cpu",
     task: TinyTask | None = None,
-) -> Outcome:
+) -> TrainingOutcome:
     """Trains the scenario's global batches for ``world_size`` ranks in a plain loop.
 
     ``task`` is another one than the scenario's.
     """
     plain = _Plain(scenario, gradient_scale, torch.device(device), task or scenario.task)
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         factor = scenario.schedule[number] if scenario.schedule else 1.0
         plain.step(scenario.data.step(number, world_size), factor, outcome)
@@ -90,7 +90,7 @@ def train(
     batches = [item for rank in scenario.data.evaluation(world_size) for item in rank]
     outcome.metrics = plain.evaluate(batches)
     if plain.averages is not None:
-        with plain.averaged():
+        with plain.swap_in_averages():
             outcome.averaged_metrics = plain.evaluate(batches)
     return outcome
 
@@ -123,7 +123,7 @@ class _Plain:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def step(self, ranks: list[list[MicroBatch]], factor: float, outcome: Outcome) -> None:
+    def step(self, ranks: list[list[MicroBatch]], factor: float, outcome: TrainingOutcome) -> None:
         for optimizer, lrs in zip(self.optimizers.values(), self.base_lrs, strict=True):
             optimizer.zero_grad(set_to_none=True)
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
@@ -153,7 +153,7 @@ class _Plain:
         real = [m for m in micros if m.place is None or not m.place.is_filler]
         if not real:
             return [None for _ in micros]
-        batches = [self._placed(micro.batch) for micro in real]
+        batches = [self._to_device(micro.batch) for micro in real]
         tokens = torch.cat([batch["tokens"] for batch in batches])
         with self._autocast():
             outputs = self.model(tokens).split([len(batch["tokens"]) for batch in batches])
@@ -173,7 +173,7 @@ class _Plain:
     def _micro_batch(self, micro: MicroBatch, total: float) -> float | None:
         if micro.rng_key is not None:
             torch.manual_seed(micro.rng_key)
-        batch = self._placed(micro.batch)
+        batch = self._to_device(micro.batch)
         precision = self.scenario.precision
         low = None
         if precision.params == "bf16":
@@ -232,7 +232,7 @@ class _Plain:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=_LOW[precision.compute])
 
-    def _placed(self, batch: Any) -> Any:
+    def _to_device(self, batch: Any) -> Any:
         return tree_map(lambda leaf: leaf.to(self.device), batch)
 
     # -- after training -------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class _Plain:
         model.eval()
         for batch, counts in batches:
             with torch.no_grad(), self._autocast():
-                metrics = self.task.evaluate(_Widened(model), self._placed(batch))
+                metrics = self.task.evaluate(_Widened(model), self._to_device(batch))
             for name, mean in metrics.items():
                 total, weight = sums.setdefault(name, [0.0, 0.0])
                 if counts:
@@ -255,7 +255,7 @@ class _Plain:
         return {name: total / weight for name, (total, weight) in sums.items()}
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def swap_in_averages(self) -> Iterator[None]:
         """Within, the model holds the moving average."""
         assert self.averages is not None
         kept = {name: p.detach().clone() for name, p in self.model.named_parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,18 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import Dataset
 
 from torsh_trainer.callbacks.base import Callback, EvaluationReport, StepReport
-from torsh_trainer.checkpoint.base import CheckpointOptions, FlatShard
+from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.batch import MicroBatch
-from torsh_trainer.rank import Rank
 from torsh_trainer.strategies.base import Clip, Engine, LossReport, StepOutcome, Strategy
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.strategies.dividing import divide
+from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.testing.tiny import LENGTH, PADDING, VOCABULARY, TinyModelOptions, TinyTask
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.rank_run import RankRun
+from torsh_trainer.training.run_parts import RunParts
+from torsh_trainer.training.trainer import Trainer
 
 SAMPLES = 22
 """Two global batches of 8 and a tail of 6."""
@@ -148,11 +151,11 @@ def live(
     folder: Path,
     *,
     until: int | None = None,
-    change: Callable[[Rank], None] | None = None,
+    change: Callable[[RunParts], None] | None = None,
 ) -> Leg:
     """One life of a run on this rank: resumes where it can, stops after step ``until``.
 
-    ``change(rank)`` may meddle before anything is loaded, for a negative control.
+    ``change(parts)`` may meddle before anything is loaded, for a negative control.
     """
     strategy = trainer.strategy
     assert isinstance(strategy, Strategy)
@@ -163,18 +166,19 @@ def live(
     # A new process would begin with other random numbers than the one that was interrupted.
     torch.manual_seed(time.monotonic_ns() % 2**31)
     with _deterministic():
-        mesh = strategy.mesh(comm.world)
-        rank = Rank(trainer, comm.world, comm, mesh, strategy, folder, time.perf_counter())
+        strategy, mesh = divide(comm.world, strategy, trainer.mesh)
+        parts = RunParts(trainer, comm.world, comm, mesh, strategy, folder)
+        run = RankRun(parts, began=time.perf_counter())
         try:
             leg = Leg()
             if change is not None:
-                change(rank)
-            _watch(rank, rank.engine, leg)
-            rank.run()
+                change(parts)
+            _watch(parts, parts.engine, leg)
+            run.run()
             leg.evaluations = seen.metrics
-            leg.state = _mine(rank.engine.state_dict())
+            leg.state = _mine(parts.engine.state_dict())
         finally:
-            rank.close()
+            run.close()
     return leg
 
 
@@ -204,24 +208,24 @@ def _mine(value: Any) -> Any:
     return value
 
 
-def _watch(rank: Rank, engine: Engine, leg: Leg) -> None:
+def _watch(parts: RunParts, engine: Engine, leg: Leg) -> None:
     """Writes down what the loop asks of the engine, and what it gets."""
     forward_backward, step = engine.forward_backward, engine.step
 
-    def watched_forward_backward(
+    def watch_forward_backward(
         micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
     ) -> LossReport:
-        number = rank.loop.position.step + 1
+        number = parts.program.position.step + 1
         counted = [micro for micro in micro_batches if micro.weight]
         leg.consumed[number] = [micro.batch["id"].tolist() for micro in counted]
         report = forward_backward(micro_batches, total_weight, task)
-        parts = [(float(loss), weight) for loss, weight in report.parts if weight]
-        leg.losses[number] = [loss for loss, _ in parts]
-        leg.weights[number] = [weight for _, weight in parts]
+        pairs = [(float(loss), weight) for loss, weight in report.parts if weight]
+        leg.losses[number] = [loss for loss, _ in pairs]
+        leg.weights[number] = [weight for _, weight in pairs]
         return report
 
-    def watched_step(clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
-        number = rank.loop.position.step + 1
+    def watch_step(clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
+        number = parts.program.position.step + 1
         groups = [group for o in engine.optimizers.values() for group in o.param_groups]
         leg.rates[number] = [float(group["lr"]) for group in groups]
         outcome = step(clip, measure_norm=True)
@@ -231,8 +235,8 @@ def _watch(rank: Rank, engine: Engine, leg: Leg) -> None:
         return outcome
 
     watched: Any = engine
-    watched.forward_backward = watched_forward_backward
-    watched.step = watched_step
+    watched.forward_backward = watch_forward_backward
+    watched.step = watch_step
 
 
 @contextlib.contextmanager
@@ -243,6 +247,15 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def as_dicts(value: Any) -> Any:
+    """Values of dataclasses, lists and tuples as a nest of dicts, for ``differences``."""
+    if is_dataclass(value):
+        value = vars(value)
+    elif isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    return {k: as_dicts(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
 def differences(ours: Any, theirs: Any, at: str = "") -> list[str]:

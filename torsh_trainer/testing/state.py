@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.strategies.base import FlatShard
 
 
 def whole_state(state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def fill(template: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any
 
     Tensors are filled in place, as a checkpointer does; entries that were not saved fall away.
     """
-    return {key: _filled(value, saved[key]) for key, value in template.items() if key in saved}
+    return {key: _fill_value(value, saved[key]) for key, value in template.items() if key in saved}
 
 
 def _without_dtensors(value: Any) -> Any:
@@ -53,7 +53,7 @@ def _merge(values: list[Any], name: str) -> Any:
         keys = dict.fromkeys(key for value in values for key in value)
         return {key: _merge([v[key] for v in values if key in v], f"{name}/{key}") for key in keys}
     if isinstance(first, FlatShard):
-        return _joined(values, name)
+        return _join_shards(values, name)
     if isinstance(first, Tensor):
         for other in values[1:]:
             same = torch.equal(first, other) or bool((first.isnan() & other.isnan()).any())
@@ -61,7 +61,7 @@ def _merge(values: list[Any], name: str) -> Any:
     return first
 
 
-def _joined(shards: list[FlatShard], name: str) -> Tensor:
+def _join_shards(shards: list[FlatShard], name: str) -> Tensor:
     flat = shards[0].tensor.new_zeros(torch.Size(shards[0].global_shape).numel())
     covered = torch.zeros(flat.shape, dtype=torch.bool)
     for shard in shards:
@@ -73,7 +73,7 @@ def _joined(shards: list[FlatShard], name: str) -> Tensor:
 
 
 @torch.no_grad()
-def _filled(value: Any, saved: Any) -> Any:
+def _fill_value(value: Any, saved: Any) -> Any:
     if isinstance(value, DTensor):
         whole = saved.to(value.device)
         value.copy_(distribute_tensor(whole, value.device_mesh, value.placements))

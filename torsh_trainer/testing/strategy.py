@@ -13,7 +13,7 @@ import cloudpickle
 import torch
 
 from torsh_trainer.comm.base import CommOptions
-from torsh_trainer.precision import LossScaling, Precision
+from torsh_trainer.optim.precision import LossScaling, Precision
 from torsh_trainer.strategies.base import Clip, Strategy
 from torsh_trainer.testing import cases, reference
 from torsh_trainer.testing.compare import (
@@ -30,8 +30,9 @@ from torsh_trainer.testing.compare import (
     same_tensors,
     world_of,
 )
-from torsh_trainer.testing.ranks import OPTIONS, shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import OPTIONS, shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
+from torsh_trainer.testing.resuming import as_dicts, differences
 from torsh_trainer.testing.tiny import TinyData, TinyModelOptions, TinyTask
 
 BF16_MIXED = Precision(compute="bf16")
@@ -73,6 +74,8 @@ class StrategyContract:
     ``tolerances`` replaces bounds by precision name, where an engine rounds in other places.
     ``micro_batches`` multiplies the micro-batches of every step, where a knob wants a multiple.
     ``comm_options`` choose the backend of the processes, gloo where they do not.
+    With ``model_replicate`` so many processes stand in the place of each of ``world_sizes``, and
+    compute the same thing on the same samples.
     """
 
     strategy: ClassVar[Strategy]
@@ -84,6 +87,7 @@ class StrategyContract:
     micro_batches: ClassVar[int] = 1
     device: ClassVar[str] = "cpu"
     comm_options: ClassVar[CommOptions] = OPTIONS
+    model_replicate: ClassVar[int] = 1
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: Any) -> None:
@@ -229,7 +233,7 @@ class StrategyContract:
         self, world_size: int
     ) -> None:
         scenario = Scenario(model=TinyModelOptions(dropout=0.4), data=TinyData(tokens=True))
-        expected = self._expected(scenario, world_size, self.strategy)
+        expected = self._train_reference(scenario, world_size, self.strategy)
         for outcome in self._on_ranks(cases.train_between_evaluations, scenario, world_size):
             self._compare(outcome, expected, self._tolerance(scenario))
 
@@ -252,7 +256,7 @@ class StrategyContract:
     ) -> None:
         optimizer = "sgd" if "several_optimizers" in self.refuses else "two"
         scenario = Scenario(optimizer=optimizer, data=TinyData(accumulate=2))
-        if self._refused("manual_optimization", scenario, world_size, case=cases.manual):
+        if self._is_refused("manual_optimization", scenario, world_size, case=cases.manual):
             return
         ranks = self._dp(self.strategy, world_size)
         expected = cases.manual_reference(self._cut(scenario), ranks)
@@ -267,14 +271,14 @@ class StrategyContract:
             data=TinyData(tokens=True),
             ema_decay=None if "ema" in self.refuses else 0.5,
         )
-        expected = self._expected(scenario, world_size, self.strategy)
+        expected = self._train_reference(scenario, world_size, self.strategy)
         for went_on, resumed in self._on_ranks(cases.resume, scenario, world_size):
             self._compare(went_on, expected, self._tolerance(scenario))
             same_resumed(resumed, went_on, self._resume_bound(scenario, world_size))
 
     def test_a_state_carries_the_loss_scale(self, world_size: int) -> None:
         scenario = Scenario(precision=FP16_MIXED, data=TinyData(steps=3, spoilt=1))
-        if self._refused("fp16_mixed", scenario, world_size):
+        if self._is_refused("fp16_mixed", scenario, world_size):
             return
         for went_on, resumed in self._on_ranks(cases.resume, scenario, world_size):
             same_resumed(resumed, went_on, self._resume_bound(scenario, world_size))
@@ -297,10 +301,9 @@ class StrategyContract:
     def test_the_mesh_divides_the_world_without_rest(self, world_size: int) -> None:
         meshes = [self.strategy.mesh(world_of(rank, world_size)) for rank in range(world_size)]
         for mesh in meshes:
-            assert mesh.dp * mesh.tp * mesh.pp == world_size
-            assert mesh.replicate * mesh.shard == mesh.dp
-        places = {(mesh.dp_rank, mesh.tp_rank, mesh.pp_rank) for mesh in meshes}
-        assert len(places) == world_size, "two ranks have one place"
+            assert mesh.dp == mesh.size == world_size
+            assert mesh.dp_replicate * mesh.dp_shard == mesh.dp
+        assert len({mesh.dp_rank for mesh in meshes}) == world_size, "two ranks have one place"
 
     def test_a_strategy_is_a_frozen_value_that_travels(self) -> None:
         knobs: Any = self.strategy
@@ -328,18 +331,18 @@ class StrategyContract:
         *,
         needs: str = "",
         strategy: Strategy | None = None,
-    ) -> list[Outcome] | None:
+    ) -> list[TrainingOutcome] | None:
         """Every rank's outcome, compared; None when the capability is refused, as declared."""
         strategy = strategy or self.strategy
-        if self._refused(needs, scenario, world_size):
+        if self._is_refused(needs, scenario, world_size):
             return None
-        expected = self._expected(scenario, world_size, strategy)
+        expected = self._train_reference(scenario, world_size, strategy)
         outcomes = self._on_ranks(cases.train, scenario, world_size, strategy=strategy)
         for outcome in outcomes:
             self._compare(outcome, expected, self._tolerance(scenario))
         return outcomes
 
-    def _refused(
+    def _is_refused(
         self,
         capability: str,
         scenario: Scenario,
@@ -367,10 +370,21 @@ class StrategyContract:
         *args: Any,
         strategy: Strategy | None = None,
     ) -> list[Any]:
-        pool = shared(world_size, self.device, self.comm_options)
-        return pool.run(case, strategy or self.strategy, self._cut(scenario), *args)
+        copies = self.model_replicate
+        pool = shared_pool(world_size * copies, self.device, self.comm_options)
+        given = (strategy or self.strategy, self._cut(scenario), *args)
+        if copies == 1:
+            return pool.run(case, *given)
+        answers = pool.run(cases.on_a_mesh, copies, case, *given)
+        for rank, answer in enumerate(answers):
+            first = answers[rank // copies * copies]
+            differing = differences(as_dicts(answer), as_dicts(first))
+            assert not differing, f"rank {rank} has the samples of another, and not its {differing}"
+        return answers[::copies]
 
-    def _expected(self, scenario: Scenario, world_size: int, strategy: Strategy) -> Outcome:
+    def _train_reference(
+        self, scenario: Scenario, world_size: int, strategy: Strategy
+    ) -> TrainingOutcome:
         return reference.train(
             self._cut(scenario),
             self._dp(strategy, world_size),
@@ -407,7 +421,9 @@ class StrategyContract:
         """
         return 0.0 if world_size <= 2 else self._tolerance(scenario).parameters
 
-    def _compare(self, outcome: Outcome, expected: Outcome, tolerance: Tolerance) -> None:
+    def _compare(
+        self, outcome: TrainingOutcome, expected: TrainingOutcome, tolerance: Tolerance
+    ) -> None:
         """Names the first step and quantity that differ: the quantity names the broken rule."""
         assert outcome.skipped == expected.skipped, "other steps were skipped"
         for step, skipped in enumerate(expected.skipped):
@@ -428,7 +444,9 @@ class StrategyContract:
         self._compare_metrics(outcome, expected, tolerance)
         assert outcome.loss_scale in (None, expected.loss_scale), "the loss scale differs"
 
-    def _compare_metrics(self, outcome: Outcome, expected: Outcome, tolerance: Tolerance) -> None:
+    def _compare_metrics(
+        self, outcome: TrainingOutcome, expected: TrainingOutcome, tolerance: Tolerance
+    ) -> None:
         for kind in ("metrics", "averaged_metrics"):
             ours, plain = getattr(outcome, kind), getattr(expected, kind)
             assert set(ours) == set(plain), kind

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
-from torsh_trainer.strategies.base import MicroBatch, Place
-from torsh_trainer.task import Mean, Task
+from torsh_trainer.strategies.base import MicroBatch, MicroBatchPlace
+from torsh_trainer.tasks.base import Mean, Task
 
 VOCABULARY = 11
 WIDTH = 8
@@ -191,7 +191,7 @@ class TinyData:
         filler = in_tail and place > 1
         weight = 0.0 if filler else float((batch["targets"] != PADDING).sum())
         count = world_size * self.accumulate
-        known = Place(place, 2 if in_tail else count)
+        known = MicroBatchPlace(place, 2 if in_tail else count)
         return MicroBatch(batch, weight, step * count + place, known)
 
     def evaluation(self, world_size: int) -> list[list[tuple[Any, bool]]]:

@@ -16,19 +16,20 @@ import torch
 import yaml
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from torsh_trainer import registry
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
-from torsh_trainer.lookup import imported
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.pace import Pace
-from torsh_trainer.precision import LossScaling, Precision
+from torsh_trainer.emulation.knobs import StartKnobs
+from torsh_trainer.optim.learning_rates import LearningRateDriver
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.precision import LossScaling, Precision
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, MicroBatch, Strategy
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.translate.plan import Plan
-from torsh_trainer.translate.recipe import nested
+from torsh_trainer.translate.recipe import nest
+from torsh_trainer.utils import registry
+from torsh_trainer.utils.lookup import import_object
 from torsh_trainer.verify.subject import LENGTH, VOCABULARY, Subject
 
 SAMPLES, STEPS = 3, 5
@@ -45,7 +46,7 @@ _LEAST = 2.0**-24
 
 
 @dataclass(frozen=True)
-class Run:
+class TrialRun(StartKnobs):
     """What one of the two sides is told. ``infinite_at`` is a step whose loss is infinite."""
 
     strategy: Strategy
@@ -53,8 +54,6 @@ class Run:
     task: Callable[[OptimizerSpec], Task] = Subject
     precision: Precision = Precision()
     clip: Clip = Clip()
-    phantom_lr: float | None = None
-    phantom_state: bool = True
     optimizer: OptimizerSpec = OptimizerSpec()
     schedule: Any = None
     skips: bool = False
@@ -68,13 +67,12 @@ class Run:
             batch=BatchPlan(SAMPLES * self.accumulate * ranks, SAMPLES, self.accumulate, ranks),
             precision=self.precision,
             clip=self.clip,
-            phantom_lr=self.phantom_lr,
-            phantom_state=self.phantom_state,
+            emulation=self.emulation,
             skip_nonfinite=self.skips or self.precision.scales_loss,
         )
 
 
-class Curve(NamedTuple):
+class RankTrace(NamedTuple):
     """What a run of one rank came to, by step; ``losses`` by micro-batch in it."""
 
     losses: list[list[float]]
@@ -85,9 +83,9 @@ class Curve(NamedTuple):
     """Whole, before the first step and after each."""
 
 
-def run_of(plan: Plan, conf: Path, *, accumulate: int) -> Run:
+def run_of(plan: Plan, conf: Path, *, accumulate: int) -> TrialRun:
     """What ``plan`` says, as objects: the options under ``conf`` with its values in them."""
-    values = nested(plan.values)
+    values = nest(plan.values)
 
     def node(group: str, default: str) -> dict[str, Any]:
         text = (conf / group / f"{plan.choices.get(group, default)}.yaml").read_text("utf-8")
@@ -102,15 +100,14 @@ def run_of(plan: Plan, conf: Path, *, accumulate: int) -> Run:
     computes: Any = low
     trainer = values.get("trainer", {})
     schedule = node("schedule", "constant")
-    return Run(
+    return TrialRun(
         registry.strategy_class(plan.choices["strategy"])(**values.get("strategy", {})),
         accumulate,
         precision=Precision(params=held, compute=computes, loss_scaling=scaling, **own),
         clip=Clip(trainer.get("max_grad_norm"), trainer.get("max_grad_value")),
-        phantom_lr=trainer.get("phantom_lr"),
-        phantom_state=trainer.get("phantom_state", True),
+        **StartKnobs.among(trainer),
         optimizer=OptimizerSpec.from_config(node("optimizer", "")),
-        schedule=imported(schedule.pop("_target_"), option="schedule")(**schedule),
+        schedule=import_object(schedule.pop("_target_"), option="schedule")(**schedule),
         skips=trainer.get("on_nonfinite") == "skip",
     )
 
@@ -126,23 +123,23 @@ def micro_batches(step: int, comm: Communicator, accumulate: int) -> list[MicroB
     return found
 
 
-def drawn(task: Task) -> Any:
+def draw_weights(task: Task) -> Any:
     """The same weights every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return task.build_model()
 
 
-def trained(comm: Communicator, run: Run) -> Curve:
+def train_curve(comm: Communicator, run: TrialRun) -> RankTrace:
     """``STEPS`` steps, driven as the loop does."""
     task = run.task(run.optimizer)
     losing, factor = task.loss, [1.0]
     if run.infinite_at is not None:
         task.loss = lambda *given: losing(*given) * factor[0]  # type: ignore[method-assign]
     ranks = comm.world.size
-    engine = run.strategy.prepare(run.job(task, partial(drawn, task), ranks), comm)
-    pace = Pace(run.schedule, engine.optimizers, total=STEPS)
-    curve, updates = Curve([], [], [], [], []), 0
+    engine = run.strategy.prepare(run.job(task, partial(draw_weights, task), ranks), comm)
+    pace = LearningRateDriver(run.schedule, engine.optimizers, total=STEPS)
+    curve, updates = RankTrace([], [], [], [], []), 0
 
     def look() -> None:
         # Buffers are each rank's own until they are shared: not compared.
@@ -175,7 +172,7 @@ def trained(comm: Communicator, run: Run) -> Curve:
     return curve
 
 
-def furthest(mine: Curve, theirs: Curve) -> float:
+def furthest(mine: RankTrace, theirs: RankTrace) -> float:
     """The largest difference of any parameter at any step, relative to its largest element."""
     return max(
         float((one[name] - value).abs().max() / value.abs().max())
@@ -184,7 +181,7 @@ def furthest(mine: Curve, theirs: Curve) -> float:
     )
 
 
-def loss_apart(mine: Curve, theirs: Curve) -> float:
+def loss_apart(mine: RankTrace, theirs: RankTrace) -> float:
     """The largest relative difference of any loss."""
     ours, others = (torch.tensor(c.losses, dtype=torch.double) for c in (mine, theirs))
     return float(((ours - others) / others).abs().max())
@@ -201,7 +198,9 @@ class Moved(NamedTuple):
     """|gradient| of micro-batches, summed; the mean over ranks."""
 
 
-def moved(comm: Communicator, run: Run, starts: Sequence[Mapping[str, torch.Tensor]]) -> Moved:
+def measure_moves(
+    comm: Communicator, run: TrialRun, starts: Sequence[Mapping[str, torch.Tensor]]
+) -> Moved:
     """Step k from ``starts[k]``, by the engine; sizes by an engine of this process alone."""
     task = run.task(run.optimizer)
     engine = run.strategy.prepare(run.job(task, task.build_model, comm.world.size), comm)
@@ -248,7 +247,7 @@ def _put(engine: Any, values: Mapping[str, torch.Tensor]) -> None:
             parameter.copy_(value)
 
 
-def beyond(found: Moved, theirs: Curve, *, low: str, roundings: int, lr: float) -> float:
+def beyond(found: Moved, theirs: RankTrace, *, low: str, roundings: int, lr: float) -> float:
     """The largest difference of any master after a step, as a share of what is allowed.
 
     Forward and backward of a rank have the same bits on both sides. Each side rounds its sum at

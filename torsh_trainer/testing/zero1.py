@@ -13,7 +13,7 @@ from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
 from torsh_trainer.testing.compare import FP32_ADAM, same_tensors
 from torsh_trainer.testing.ranks import RankPool
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 
 _SCENARIO = Scenario(optimizer="adamw")
 
@@ -39,10 +39,12 @@ def check_zero1(pool: RankPool, whole: Strategy, parts: Strategy) -> None:
         same_tensors(outcome.parameters, plain.parameters, bound, "parameter")
 
 
-def _train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> tuple[Outcome, set[str]]:
+def _train(
+    comm: Communicator, strategy: Strategy, scenario: Scenario
+) -> tuple[TrainingOutcome, set[str]]:
     """What training leaves, and for which parameters this rank had the optimizer's state."""
     driver = Driver(comm, strategy, scenario)
-    engine, outcome = driver.engine, Outcome()
+    engine, outcome = driver.engine, TrainingOutcome()
     for number in range(scenario.data.steps):
         driver.step(number, outcome)
     local = [local_optimizer(optimizer) for optimizer in engine.optimizers.values()]

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.files import write_text
-from torsh_trainer.foreign import readable
 from torsh_trainer.translate import report
+from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import versions
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
-from torsh_trainer.translate.engines import Asked, work_of
+from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.horovod import versions as horovod_versions
 from torsh_trainer.translate.recipe import recipe_of
 from torsh_trainer.translate.table import table_of
+from torsh_trainer.utils.files import write_text
+from torsh_trainer.utils.foreign import readable
 
 _WIDE = 200
 """Columns where no terminal says how many."""
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "translate wants a file", fix="name it, or give --command 'horovodrun ...'"
         )
-    plan = work_of(options.file or "", asked_of(options)).translate()
+    plan = work_of(options.file or "", request_of(options)).translate()
     if options.output is not None:
         write_text(options.output, recipe_of(plan), fix=ELSEWHERE)
     if options.report is not None:
@@ -65,13 +66,13 @@ def check_report(path: Path | None) -> None:
         )
 
 
-def asked_of(asked: argparse.Namespace) -> Asked:
+def request_of(asked: argparse.Namespace) -> TranslationRequest:
     """What the options of the command line, here and under ``verify --source``, ask for.
 
     Raises:
         ConfigError: one of them makes no sense.
     """
-    return Asked(
+    return TranslationRequest(
         world_size=_positive(asked.world_size),
         version=asked.source_version,
         context=asked.context,
@@ -145,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         default="newest",
         metavar="VERSION",
         help="of the engine, whose defaults changed; default: DeepSpeed "
-        f"{versions.shown(versions.NEWEST)}, Horovod {horovod_versions.NEWEST}",
+        f"{versions.format_version(versions.NEWEST)}, Horovod {horovod_versions.NEWEST}",
     )
     parser.add_argument(
         "--context",

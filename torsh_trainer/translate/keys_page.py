@@ -16,14 +16,14 @@ from torsh_trainer.translate import lenient_json
 from torsh_trainer.translate.deepspeed import keys, versions
 from torsh_trainer.translate.deepspeed.rules import RULES, Rule
 from torsh_trainer.translate.deepspeed.source import Options
-from torsh_trainer.translate.deepspeed.translator import RULE_MODULES, translated
+from torsh_trainer.translate.deepspeed.translator import RULE_MODULES, translate_document
 from torsh_trainer.translate.deepspeed.versions import NEWEST
 from torsh_trainer.translate.horovod.rules import RULES as HOROVOD_RULES
 from torsh_trainer.translate.horovod.translator import RULE_MODULES as HOROVOD_RULE_MODULES
 from torsh_trainer.translate.horovod.versions import NEWEST as HOROVOD_NEWEST
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.reading import Document
-from torsh_trainer.translate.report import shown
+from torsh_trainer.translate.report import as_one_line
 
 PAGE = Path("docs") / "migrate" / "keys.md"
 GUIDE = Path("docs") / "migrate" / "deepspeed.md"
@@ -67,9 +67,9 @@ def page() -> str:
     """The whole page."""
     assert RULE_MODULES  # importing them has entered their rules
     assert HOROVOD_RULE_MODULES
-    newest = versions.shown(NEWEST)
+    newest = versions.format_version(NEWEST)
     parts = [HEAD, DEEPSPEED.format(newest=newest)]
-    for title, blocks in _titled(keys.BLOCKS).items():
+    for title, blocks in _group_by_title(keys.BLOCKS).items():
         parts += [f"### {title}\n", _table(_key_rows(blocks))]
     parts += [RULES_HEAD, _table(_rule_rows(RULES.values()))]
     parts += [HOROVOD.format(newest=HOROVOD_NEWEST), _table(_horovod_rows())]
@@ -83,7 +83,7 @@ def guide(text: str) -> str:
     document = Document(
         "ds_config.json", lenient_json.parse(found.group(1), name="ds_config.json"), "deepspeed", {}
     )
-    plan = translated(document, Options(world_size=2))
+    plan = translate_document(document, Options(world_size=2))
     table = _table(_finding_rows(plan))
     return _REPORT.sub(lambda marks: f"{marks.group(1)}\n{table}\n{marks.group(2)}", text)
 
@@ -93,18 +93,18 @@ def _finding_rows(plan: Plan) -> Iterator[list[str]]:
     for f in plan.findings:
         line = str(f.line) if f.given else "default"
         becomes = f"`{f.becomes}`" if f.becomes else ""
-        yield [f"`{f.key}`", f"`{shown(f.value)}`", line, f.verdict, becomes, f.why]
+        yield [f"`{f.key}`", f"`{as_one_line(f.value)}`", line, f.verdict, becomes, f.why]
 
 
-def _titled(blocks: Iterable[keys.Block]) -> dict[str, list[keys.Block]]:
-    titled: dict[str, list[keys.Block]] = {}
+def _group_by_title(blocks: Iterable[keys.KeyBlock]) -> dict[str, list[keys.KeyBlock]]:
+    titled: dict[str, list[keys.KeyBlock]] = {}
     for block in blocks:
         title = f"`{block.prefix}`" if block.prefix else "Outermost level, and small blocks"
         titled.setdefault(title, []).append(block)
     return titled
 
 
-def _key_rows(blocks: Sequence[keys.Block]) -> Iterator[list[str]]:
+def _key_rows(blocks: Sequence[keys.KeyBlock]) -> Iterator[list[str]]:
     yield ["key", "takes", "default", "rule", ""]
     for block in blocks:
         prefix = f"{block.prefix}." if block.prefix else ""
@@ -122,8 +122,8 @@ def _key_rows(blocks: Sequence[keys.Block]) -> Iterator[list[str]]:
 def _rule_rows(rules: Iterable[Rule]) -> Iterator[list[str]]:
     yield ["rule", "what it says", "versions"]
     for rule in sorted(rules, key=lambda rule: rule.id):
-        since = f"since {versions.shown(rule.since)}" if rule.since != (0,) else ""
-        until = f"until {versions.shown(rule.until)}" if rule.until != NEWEST else ""
+        since = f"since {versions.format_version(rule.since)}" if rule.since != (0,) else ""
+        until = f"until {versions.format_version(rule.until)}" if rule.until != NEWEST else ""
         yield [f"`{rule.id}`", rule.doc, " ".join(filter(None, [since, until]))]
 
 
@@ -133,8 +133,14 @@ def _horovod_rows() -> Iterator[list[str]]:
         yield [f"`{name}`", HOROVOD_RULES[name].doc]
 
 
+def _escape(cell: str) -> str:
+    """A bar in a cell: within backticks a reader would see the backslash of an escaped one."""
+    coded = re.sub(r"`([^`|]*\|[^`]*)`", r"<code>\1</code>", cell)
+    return coded.replace("|", "&#124;")
+
+
 def _table(rows: Iterable[Sequence[str]]) -> str:
-    head, *body = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    head, *body = [[_escape(cell) for cell in row] for row in rows]
     lines = [head, ["---"] * len(head), *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -146,13 +152,13 @@ def main() -> int:
         "--check", action="store_true", help="write nothing; exit 1 if a page is out of date"
     )
     check = parser.parse_args().check
-    codes = [_settled(PAGE, page(), check=check)]
+    codes = [_write_or_compare(PAGE, page(), check=check)]
     if GUIDE.is_file():
-        codes.append(_settled(GUIDE, guide(GUIDE.read_text("utf-8")), check=check))
+        codes.append(_write_or_compare(GUIDE, guide(GUIDE.read_text("utf-8")), check=check))
     return max(codes)
 
 
-def _settled(path: Path, text: str, *, check: bool) -> int:
+def _write_or_compare(path: Path, text: str, *, check: bool) -> int:
     """Writes ``text``, or compares it with what is there."""
     before = path.read_text("utf-8") if path.is_file() else ""
     if text == before:

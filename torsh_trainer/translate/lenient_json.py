@@ -13,7 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.translate.nodes import Entry, Node, Place
+from torsh_trainer.translate.nodes import MappingEntry, Node, Place
 
 DEEPEST = 64
 """Objects and lists within one another; DeepSpeed's own files reach 9."""
@@ -97,12 +97,12 @@ class _Reader:
             text, end = self.multiline(at)
             return Node(text, self.place(at)), end
         if here in ("'", '"'):
-            text, end = self.quoted(at)
+            text, end = self.read_quoted(at)
             return Node(text, self.place(at)), end
         return self.quoteless(at)
 
     def mapping(self, start: int, at: int, depth: int, *, closing: str) -> tuple[Node, int]:
-        entries: dict[str, Entry] = {}
+        entries: dict[str, MappingEntry] = {}
         at = self.skip(at)
         while not (closing and self.text[at : at + 1] == closing):
             if at == len(self.text):
@@ -126,7 +126,7 @@ class _Reader:
                     key_at,
                     "remove one: DeepSpeed refuses duplicates",
                 )
-            entries[key] = Entry(self.place(key_at), node)
+            entries[key] = MappingEntry(self.place(key_at), node)
             at = self.comma(at)
         return Node(entries, self.place(start)), at + len(closing)
 
@@ -148,7 +148,7 @@ class _Reader:
 
     def key(self, at: int) -> tuple[str, int]:
         if self.text[at] in "'\"":
-            return self.quoted(at)
+            return self.read_quoted(at)
         match = re.compile(r"[^\s{}\[\],:]*").match(self.text, at)
         assert match is not None
         end = match.end()
@@ -191,7 +191,7 @@ class _Reader:
         # hjson's own rule: what is whole and not huge is an integer.
         return int(number) if number == int(number) and abs(number) < 1e10 else number
 
-    def quoted(self, start: int) -> tuple[str, int]:
+    def read_quoted(self, start: int) -> tuple[str, int]:
         quote, at, parts = self.text[start], start + 1, []
         while True:
             match = _STRING_PART.match(self.text, at)

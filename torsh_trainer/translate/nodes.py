@@ -20,7 +20,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Node:
-    """One value. ``value`` is a scalar, a list of nodes, or a mapping of key -> ``Entry``.
+    """One value. ``value`` is a scalar, a list of nodes, or a mapping of key -> ``MappingEntry``.
 
     ``bare`` is true for a text that stood without quotes, as a placeholder of a template does.
     """
@@ -49,7 +49,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Entry:
+class MappingEntry:
     """A key of a mapping: its own place, and its value."""
 
     place: Place
@@ -59,14 +59,18 @@ class Entry:
 def node_of(value: Any, place: Place = Place()) -> Node:
     """``value`` (dicts, lists, scalars) as nodes that all stand at ``place``."""
     if isinstance(value, Mapping):
-        entries = {str(key): Entry(place, node_of(item, place)) for key, item in value.items()}
+        entries = {
+            str(key): MappingEntry(place, node_of(item, place)) for key, item in value.items()
+        }
         return Node(entries, place)
     if isinstance(value, list | tuple):
         return Node([node_of(item, place) for item in value], place)
     return Node(value, place)
 
 
-def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Entry]]:
+def leaves(
+    node: Node, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], MappingEntry]]:
     """Every key that holds no further keys: (path, entry); an empty mapping is a leaf itself."""
     for key, entry in node.value.items():
         if entry.node.is_mapping and entry.node.value:

@@ -36,18 +36,18 @@ def _text(value: Any) -> str:
 
 def exact(why: str, **settings: Any) -> Outcome:
     """The same numbers; ``settings`` with ``__`` for a dot."""
-    return Outcome("exact", why, values=dotted(settings))
+    return Outcome("exact", why, values=dotted_names(settings))
 
 
 def approximate(why: str, *, engine_takes: bool = True, **settings: Any) -> Outcome:
     """Not the same, as ``why`` says."""
-    values = dotted(settings)
+    values = dotted_names(settings)
     return Outcome("approximate", why, values=values, engine_takes=engine_takes)
 
 
 def faster(why: str, **settings: Any) -> Outcome:
     """Speed and memory alone."""
-    return Outcome("performance-only", why, values=dotted(settings))
+    return Outcome("performance-only", why, values=dotted_names(settings))
 
 
 def dead(why: str, *, engine_takes: bool = True) -> Outcome:
@@ -55,11 +55,11 @@ def dead(why: str, *, engine_takes: bool = True) -> Outcome:
     return Outcome("dead", why, engine_takes=engine_takes)
 
 
-def refused(why: str, *, engine_takes: bool = True) -> Outcome:
+def refuse(why: str, *, engine_takes: bool = True) -> Outcome:
     """No translation in this release."""
     return Outcome("refused", why, engine_takes=engine_takes)
 
 
-def dotted(settings: Mapping[str, Any]) -> dict[str, Any]:
+def dotted_names(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Names with a dot for each ``__``."""
     return {name.replace("__", "."): value for name, value in settings.items()}

@@ -26,6 +26,6 @@ def proofs(engine: str) -> Mapping[str, tuple[str, ...]]:
     return {name: tuple(tests) for name, tests in json.loads(text).items()}
 
 
-def proved_by(engine: str, rule: str, verdict: Verdict) -> tuple[str, ...]:
+def find_proofs(engine: str, rule: str, verdict: Verdict) -> tuple[str, ...]:
     """The tests that hold ``rule`` where its verdict says that numbers are the same."""
     return proofs(engine).get(rule, ()) if verdict in _PROVED else ()

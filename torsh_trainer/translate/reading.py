@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.files import check_plain
 from torsh_trainer.translate import lenient_json, yaml_places
-from torsh_trainer.translate.nodes import Entry, Node, node_of
+from torsh_trainer.translate.nodes import MappingEntry, Node, node_of
+from torsh_trainer.utils.files import check_plain
 
 LARGEST_BYTES = 4_000_000
 """No configuration is so large; a checkpoint or a data set named by mistake is."""
@@ -65,10 +65,10 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
         ResourceError: the file cannot be read.
     """
     if isinstance(source, Mapping):
-        return _document("the dict", _checked_dict(source))
+        return _document("the dict", _read_dict(source))
     path = Path(source)
     if not exists(path):
-        text = _decoded(str(source))
+        text = _decode(str(source))
         return _document("base64", lenient_json.parse(text, name="base64"))
     text = text_of(path)
     name = str(path)
@@ -86,7 +86,7 @@ def exists(path: Path) -> bool:
         return False
 
 
-def _checked_dict(source: Mapping[str, Any]) -> Node:
+def _read_dict(source: Mapping[str, Any]) -> Node:
     try:
         return node_of(source)
     except RecursionError as error:
@@ -95,7 +95,7 @@ def _checked_dict(source: Mapping[str, Any]) -> Node:
         ) from error
 
 
-def _decoded(text: str) -> str:
+def _decode(text: str) -> str:
     missing = ConfigError(
         f"{text[:80]!r} is neither a file nor a configuration in base64",
         fix="name the JSON or YAML file that holds the DeepSpeed configuration",
@@ -168,7 +168,7 @@ def _accelerate(name: str, root: Node) -> Document:
             f"{name}:{elsewhere.place}: this file names another, {elsewhere.node.plain()!r}",
             fix="translate that one, with --context accelerate",
         )
-    entries: dict[str, Entry] = {}
+    entries: dict[str, MappingEntry] = {}
     for key, entry in block.value.items():
         _place(entries, ACCELERATE.get(key, (key,)), entry)
     facts = {}
@@ -177,14 +177,14 @@ def _accelerate(name: str, root: Node) -> Document:
             facts[fact] = root.value[key].node.plain()
     precision = root.value.get("mixed_precision")
     if precision is not None and precision.node.plain() in ("bf16", "fp16"):
-        on = Entry(precision.place, Node(True, precision.node.place))
+        on = MappingEntry(precision.place, Node(True, precision.node.place))
         _place(entries, (str(precision.node.plain()), "enabled"), on)
     return Document(name, Node(entries, block.place), "accelerate", facts)
 
 
-def _place(entries: dict[str, Entry], path: tuple[str, ...], entry: Entry) -> None:
+def _place(entries: dict[str, MappingEntry], path: tuple[str, ...], entry: MappingEntry) -> None:
     for key in path[:-1]:
         if key not in entries:
-            entries[key] = Entry(entry.place, Node({}, entry.place))
+            entries[key] = MappingEntry(entry.place, Node({}, entry.place))
         entries = entries[key].node.value
     entries[path[-1]] = entry

@@ -30,7 +30,7 @@ def recipe_of(plan: Plan) -> str:
             f"  - override /{group}: {plan.choices[group]}" for group in _groups(plan.choices)
         ]
         parts.append("defaults:\n" + "\n".join(chosen))
-    groups = nested(plan.values)
+    groups = nest(plan.values)
     parts += [_yaml({name: groups[name]}) for name in _groups(groups)]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
@@ -62,7 +62,7 @@ def _rank(name: str) -> int:
     return _ORDER.index(name) if name in _ORDER else 0
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nest(values: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys as dicts in one another."""
     content: dict[str, Any] = {}
     for dotted, value in values.items():

@@ -78,7 +78,7 @@ def as_html(plan: Plan) -> str:
 def _finding_rows(plan: Plan) -> Iterator[str]:
     for f in plan.findings:
         why = f.why if f.engine_takes else f"{f.why} (the newest engine does not take the key)"
-        cells = (f.key, shown(f.value), f.where, f.verdict, f.becomes, why, f.rule)
+        cells = (f.key, as_one_line(f.value), f.where, f.verdict, f.becomes, why, f.rule)
         yield _row(cells, kind=f.verdict)
 
 
@@ -117,7 +117,7 @@ def _memory(plan: Plan) -> str:
     )
 
 
-def shown(value: Any) -> str:
+def as_one_line(value: Any) -> str:
     """A value as JSON on one line, cut where it is long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 120 else text[:117] + "..."

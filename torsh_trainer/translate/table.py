@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from torsh_trainer.translate.plan import Plan
-from torsh_trainer.translate.report import shown
+from torsh_trainer.translate.report import as_one_line
 
 _HEAD = ("key", "value", "line", "verdict", "becomes", "why")
 _WIDEST = (44, 24, 24, 16, 40)
@@ -33,7 +33,7 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
     rows = [
         (
             finding.key,
-            shown(finding.value),
+            as_one_line(finding.value),
             finding.where,
             finding.verdict,
             finding.becomes,

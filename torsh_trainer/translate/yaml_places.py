@@ -6,7 +6,7 @@ import yaml
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.lenient_json import DEEPEST
-from torsh_trainer.translate.nodes import Entry, Node, Place
+from torsh_trainer.translate.nodes import MappingEntry, Node, Place
 
 _MOST_NODES = 100_000
 _MOST_BY_ALIASES = 2_000
@@ -87,8 +87,8 @@ class _Walk:
             raise _wrong(self.name, place, "a number of hundreds of digits")
         return Node(value, place)
 
-    def entries(self, node: yaml.MappingNode, depth: int) -> dict[str, Entry]:
-        entries: dict[str, Entry] = {}
+    def entries(self, node: yaml.MappingNode, depth: int) -> dict[str, MappingEntry]:
+        entries: dict[str, MappingEntry] = {}
         for key_node, value_node in node.value:
             place = Place(key_node.start_mark.line + 1, key_node.start_mark.column + 1)
             if not isinstance(key_node, yaml.ScalarNode):
@@ -97,7 +97,7 @@ class _Walk:
             if key in entries:
                 first = entries[key].place.line
                 raise _wrong(self.name, place, f"the key {key!r} stands twice, first in {first}")
-            entries[key] = Entry(place, self.node(value_node, depth + 1))
+            entries[key] = MappingEntry(place, self.node(value_node, depth + 1))
         return entries
 
 

@@ -43,7 +43,7 @@ class Bounds:
     values: float
     parameters: float | None
 
-    def allowed(self, quantity: Quantity, step: int) -> float:
+    def limit_after(self, quantity: Quantity, step: int) -> float:
         """What is allowed after ``step`` steps; rate and loss scale are the same arithmetic."""
         if quantity in ("lr", "loss_scale"):
             return 1e-9
@@ -90,7 +90,7 @@ class Comparison:
         for moment in self.moments:
             for quantity in QUANTITIES:
                 difference = moment.differences.get(quantity)
-                allowed = self.bounds.allowed(quantity, moment.step)
+                allowed = self.bounds.limit_after(quantity, moment.step)
                 if difference is not None and difference.relative > allowed:
                     return moment, quantity
         return None

@@ -27,7 +27,7 @@ class Entry:
     @property
     def label(self) -> str:
         """What it is called in tables: ``fsdp shard_size=2``."""
-        return " ".join([self.strategy, *(f"{k}={_shown(v)}" for k, v in self.knobs.items())])
+        return " ".join([self.strategy, *(f"{k}={_as_typed(v)}" for k, v in self.knobs.items())])
 
     @property
     def folder(self) -> str:
@@ -111,5 +111,5 @@ class VerifyOptions:
         return next((e for e in self.entries if e.label == "single"), self.entries[0])
 
 
-def _shown(value: Any) -> str:
+def _as_typed(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

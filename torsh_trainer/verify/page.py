@@ -12,12 +12,12 @@ from torsh_trainer.report.page import cards, chip, document, swatch, table
 from torsh_trainer.report.runs import Point
 from torsh_trainer.report.svg import color_class
 from torsh_trainer.verify.compare import Quantity
-from torsh_trainer.verify.running import Outcome, Verdict, bounds_of
+from torsh_trainer.verify.running import RungOutcome, Verdict, bounds_of
 from torsh_trainer.verify.table import (
     COLUMNS,
     RUNG_WORDS,
     WORDS,
-    bound_words,
+    describe_bound,
     number,
     of_rung,
     sentence_of,
@@ -58,7 +58,7 @@ def page_of(verdict: Verdict, *, now: datetime) -> str:
         body += [
             f"<h2>{escape(rung)}: {escape(RUNG_WORDS[rung])}</h2>",
             _table(rung, outcomes),
-            f'<p class="soft">{escape(bound_words(verdict, rung))}</p>',
+            f'<p class="soft">{escape(describe_bound(verdict, rung))}</p>',
             f'<p class="soft">{escape(verdict.order)}</p>' if verdict.order else "",
             *(f"<p>{escape(sentence_of(o))}</p>" for o in outcomes if sentence_of(o)),
             cards(_charts(verdict, rung, outcomes), ["step"], names),
@@ -67,7 +67,7 @@ def page_of(verdict: Verdict, *, now: datetime) -> str:
     return document(title, "verification", body, names=names, axes=["step"], now=now)
 
 
-def _table(rung: str, outcomes: Sequence[Outcome]) -> str:
+def _table(rung: str, outcomes: Sequence[RungOutcome]) -> str:
     heads = ("processes", *(title for _, title in COLUMNS), "first")
     numbers = "".join(f'<th class="number">{escape(title)}</th>' for title in heads)
     head = f"<th>strategy</th>{numbers}<th></th>"
@@ -86,7 +86,7 @@ def _table(rung: str, outcomes: Sequence[Outcome]) -> str:
     return table(f"verdict-{rung}", head, "".join(rows))
 
 
-def _charts(verdict: Verdict, rung: str, outcomes: Sequence[Outcome]) -> list[Chart]:
+def _charts(verdict: Verdict, rung: str, outcomes: Sequence[RungOutcome]) -> list[Chart]:
     charts = []
     for name, title in _CURVES:
         curves = [
@@ -100,7 +100,7 @@ def _charts(verdict: Verdict, rung: str, outcomes: Sequence[Outcome]) -> list[Ch
 
 
 def _differences(
-    verdict: Verdict, rung: str, outcomes: Sequence[Outcome], quantity: Quantity, title: str
+    verdict: Verdict, rung: str, outcomes: Sequence[RungOutcome], quantity: Quantity, title: str
 ) -> Chart:
     curves = []
     for i, outcome in enumerate(outcomes):
@@ -114,7 +114,7 @@ def _differences(
             curves.append(Curve(i, "train", tuple(points)))
     bounds = bounds_of(verdict.options, verdict.precision, rung)
     steps = range(1, verdict.options.steps + 1)
-    allowed = tuple(_point(step, bounds.allowed(quantity, step)) for step in steps)
+    allowed = tuple(_point(step, bounds.limit_after(quantity, step)) for step in steps)
     if curves and any(point.value is not None for point in allowed):
         curves.append(Curve(len(outcomes), "train", allowed, dashed=True))
     note = "equal where there is no point"

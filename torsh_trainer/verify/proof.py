@@ -8,8 +8,8 @@ from typing import Any
 
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.verify.compare import QUANTITIES
-from torsh_trainer.verify.running import Outcome, Verdict
-from torsh_trainer.verify.table import WORDS, bound_words, of_rung, processes_words, sentence_of
+from torsh_trainer.verify.running import RungOutcome, Verdict
+from torsh_trainer.verify.table import WORDS, describe_bound, of_rung, processes_words, sentence_of
 
 ORIGINAL, TRANSLATION = "original", "translation"
 NOT_COMPARED = ("callbacks", "logger", "checkpoint", "launcher")
@@ -104,7 +104,7 @@ def overrides_of(plan: Plan) -> tuple[dict[str, str], dict[str, Any]]:
     return choices, values
 
 
-def rules_of(plan: Plan, outcome: Outcome) -> tuple[str, ...]:
+def rules_of(plan: Plan, outcome: RungOutcome) -> tuple[str, ...]:
     """The rules of the translation under suspicion, those that are approximate first."""
     if outcome.suspect is None:
         return ()
@@ -132,7 +132,7 @@ def text_of(trial: Trial) -> str:
     )
 
 
-def _block(trial: Trial, outcome: Outcome) -> Iterator[str]:
+def _block(trial: Trial, outcome: RungOutcome) -> Iterator[str]:
     plan, verdict = trial.plan, trial.verdict
     yield (
         f"{outcome.rung}: {plan.source} under {plan.engine} {plan.version} and natively, "
@@ -150,7 +150,7 @@ def _block(trial: Trial, outcome: Outcome) -> Iterator[str]:
             step = "-" if first is None else f"step {first}"
             absolute, relative = largest[1].absolute, largest[1].relative
             yield f"  {_TITLES[quantity]:<32}{absolute:<20.2g}{relative:<12.2g}{step}"
-        yield f"  {bound_words(verdict, outcome.rung)}"
+        yield f"  {describe_bound(verdict, outcome.rung)}"
     if sentence_of(outcome):
         yield f"  {sentence_of(outcome)}"
     rules = rules_of(plan, outcome)

@@ -43,7 +43,7 @@ nothing but rounding moves at the full rate."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RungOutcome:
     """What a strategy came to on one rung. ``words`` say why it could not run."""
 
     rung: str
@@ -69,7 +69,7 @@ class Verdict:
     options: VerifyOptions
     batch: Mapping[str, int]
     precision: Mapping[str, Any]
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RungOutcome, ...]
     order: str = ""
 
     @property
@@ -123,7 +123,7 @@ def verify(
     home: Path,
     *,
     run: Run,
-) -> tuple[Outcome, ...]:
+) -> tuple[RungOutcome, ...]:
     """Trains every strategy on every rung, and compares it with the reference.
 
     Raises:
@@ -137,26 +137,26 @@ def verify(
 
 def _rung(
     rung: str, options: VerifyOptions, planned: Planned, home: Path, run: Run
-) -> list[Outcome]:
-    def trained(entry: Entry) -> Outcome:
+) -> list[RungOutcome]:
+    def train_entry(entry: Entry) -> RungOutcome:
         config, processes = planned(entry)
         run_dir = home / rung / entry.folder
         many = f"{processes} processes" if processes > 1 else "1 process"
         print(f"{rung}: {entry.label}, {many}", file=sys.stderr, flush=True)
         run(config, run_dir, rung)
         record = Record(run_dir)
-        return Outcome(
+        return RungOutcome(
             rung, entry, "reference", run_dir, processes, facts=record.facts, rows=record.rows
         )
 
-    first = trained(options.reference)
+    first = train_entry(options.reference)
     found = {options.reference.label: first}
     bounds = bounds_of(options, planned(options.reference)[0].get("precision") or {}, rung)
     for entry in options.entries:
         if entry == options.reference:
             continue
         try:
-            found[entry.label] = _compared(trained(entry), first, bounds)
+            found[entry.label] = _compare_outcome(train_entry(entry), first, bounds)
         except Interrupted:
             raise
         except TorshError as error:
@@ -165,7 +165,7 @@ def _rung(
     return [found[entry.label] for entry in options.entries]
 
 
-def _compared(outcome: Outcome, reference: Outcome, bounds: Bounds) -> Outcome:
+def _compare_outcome(outcome: RungOutcome, reference: RungOutcome, bounds: Bounds) -> RungOutcome:
     record = Record(outcome.run_dir)
     comparison = compare(record, Record(reference.run_dir), bounds)
     record.forget_parameters()
@@ -178,10 +178,10 @@ def _compared(outcome: Outcome, reference: Outcome, bounds: Bounds) -> Outcome:
     )
 
 
-def _not_run(error: TorshError, rung: str, entry: Entry, home: Path, processes: int) -> Outcome:
+def _not_run(error: TorshError, rung: str, entry: Entry, home: Path, processes: int) -> RungOutcome:
     code = getattr(error, "cause_exit_code", error.exit_code)
     statuses: dict[int, Status] = {1: "missing", 2: "refused"}
     status = statuses.get(code, "failed")
     run_dir = home / rung / entry.folder
     Record(run_dir).forget_parameters()
-    return Outcome(rung, entry, status, run_dir, processes, words=str(error))
+    return RungOutcome(rung, entry, status, run_dir, processes, words=str(error))

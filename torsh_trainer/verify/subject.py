@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.tasks.base import DataSource, Task
 
 VOCABULARY, WIDTH, LENGTH, SAMPLES = 17, 8, 6, 512
 

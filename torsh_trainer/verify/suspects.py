@@ -28,7 +28,7 @@ class Suspect:
     because: str
 
 
-class Rule(NamedTuple):
+class SuspectRule(NamedTuple):
     """What is likely broken, and why that."""
 
     name: str
@@ -50,7 +50,7 @@ def suspect_of(
     moment, quantity = comparison.first
     if torn and torn[0] <= moment.step:
         return Suspect(torn[0], "parameters", "replicas", _TORN)
-    if moment.step > 1 and _drifted(comparison, moment, quantity):
+    if moment.step > 1 and _has_drifted(comparison, moment, quantity):
         return Suspect(
             moment.step,
             quantity,
@@ -70,21 +70,23 @@ _TORN = (
 )
 
 
-def _initial(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> Rule:
+def _initial(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> SuspectRule:
     worst = moment.differences["parameters"].worst
     if math.isinf(moment.differences["parameters"].absolute):
-        return Rule("initialisation", f"the two models have not the same parameters: {worst}")
-    return Rule(
+        return SuspectRule(
+            "initialisation", f"the two models have not the same parameters: {worst}"
+        )
+    return SuspectRule(
         "initialisation",
         f"the parameters differ before the first step, {worst} most: another seed or order of "
         "initialisation, or weights that were rounded to a lower precision",
     )
 
 
-def _optimizer(moment: Moment, facts: Mapping[str, Any], ref: Mapping[str, Any]) -> Rule:
+def _optimizer(moment: Moment, facts: Mapping[str, Any], ref: Mapping[str, Any]) -> SuspectRule:
     if moment.step == 0:
         return _initial(moment, facts, ref)
-    return Rule(
+    return SuspectRule(
         "optimizer",
         "loss, gradient norm and learning rate agree and the parameters do not, "
         f"{moment.differences['parameters'].worst} most: what the optimizer does with the "
@@ -92,38 +94,42 @@ def _optimizer(moment: Moment, facts: Mapping[str, Any], ref: Mapping[str, Any])
     )
 
 
-def _forward(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> Rule:
+def _forward(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> SuspectRule:
     if moment.mine.get("samples") != moment.reference.get("samples"):
-        return Rule(
+        return SuspectRule(
             "data",
             f"{moment.mine.get('samples')} samples were consumed instead of "
             f"{moment.reference.get('samples')}: the batch arithmetic, or the end of an epoch",
         )
     changing = moment.mine.get("changing_buffers") or moment.reference.get("changing_buffers")
     if changing:
-        return Rule(
+        return SuspectRule(
             "buffers",
             f"training forwards change {', '.join(changing)} and read what they have changed: "
             "another number of processes or micro-batches gives other values, and another loss",
         )
-    return Rule(
+    return SuspectRule(
         "data",
         "the same weights give another loss: other samples or another order of them, other random "
         "numbers (dropout, augmentation), or another forward (precision, loss, its mean)",
     )
 
 
-def _gradient(moment: Moment, facts: Mapping[str, Any], reference: Mapping[str, Any]) -> Rule:
+def _gradient(
+    moment: Moment, facts: Mapping[str, Any], reference: Mapping[str, Any]
+) -> SuspectRule:
     words = (
         "the loss agrees and the gradient's norm does not: averaging over ranks or micro-batches"
     )
     ratio = _ratio(moment, "grad_norm")
     if ratio is None:
-        return Rule("averaging", words)
+        return SuspectRule("averaging", words)
     for factor, meaning in _factors(facts, reference):
         if abs(ratio / factor - 1) < _SAME_FACTOR:
-            return Rule("averaging", f"the gradient is {_times(ratio)} the reference's: {meaning}")
-    return Rule("averaging", f"{words}; it is {_times(ratio)} the reference's")
+            return SuspectRule(
+                "averaging", f"the gradient is {_times(ratio)} the reference's: {meaning}"
+            )
+    return SuspectRule("averaging", f"{words}; it is {_times(ratio)} the reference's")
 
 
 def _factors(facts: Mapping[str, Any], reference: Mapping[str, Any]) -> list[tuple[float, str]]:
@@ -146,15 +152,17 @@ def _factors(facts: Mapping[str, Any], reference: Mapping[str, Any]) -> list[tup
     return found
 
 
-def _rate(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> Rule:
+def _rate(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> SuspectRule:
     ratio = _ratio(moment, "lr")
     words = "the learning rate is another: the schedule, its count of updates, or a scaled rate"
-    return Rule("schedule", words + (f"; it is {_times(ratio)} the reference's" if ratio else ""))
+    return SuspectRule(
+        "schedule", words + (f"; it is {_times(ratio)} the reference's" if ratio else "")
+    )
 
 
-def _scale(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> Rule:
+def _scale(moment: Moment, facts: Mapping[str, Any], _: Mapping[str, Any]) -> SuspectRule:
     mine, expected = moment.mine.get("loss_scale"), moment.reference.get("loss_scale")
-    return Rule(
+    return SuspectRule(
         "loss_scaling",
         f"the loss is scaled by {mine} instead of {expected}: its start, window, patience or floor",
     )
@@ -169,15 +177,15 @@ _RULES = {
 }
 
 
-def _update_before(comparison: Comparison, moment: Moment) -> Rule | None:
+def _update_before(comparison: Comparison, moment: Moment) -> SuspectRule | None:
     """Where parameters are not judged, a later loss tells of the update before it."""
     before = comparison.before(moment)
     if before is None or before.step == 0 or comparison.bounds.parameters is not None:
         return None
     difference = before.differences["parameters"]
-    if difference.relative <= comparison.bounds.allowed("loss", before.step):
+    if difference.relative <= comparison.bounds.limit_after("loss", before.step):
         return None
-    return Rule(
+    return SuspectRule(
         "optimizer",
         f"up to step {before.step} loss, gradient norm and learning rate agree, and its update "
         f"left other parameters, {difference.worst} most: what the optimizer does with the "
@@ -185,11 +193,11 @@ def _update_before(comparison: Comparison, moment: Moment) -> Rule | None:
     )
 
 
-def _drifted(comparison: Comparison, moment: Moment, quantity: Quantity) -> bool:
+def _has_drifted(comparison: Comparison, moment: Moment, quantity: Quantity) -> bool:
     before = comparison.before(moment)
     if before is None or quantity not in before.differences:
         return False
-    allowed = comparison.bounds.allowed(quantity, before.step)
+    allowed = comparison.bounds.limit_after(quantity, before.step)
     return before.differences[quantity].relative > _DRIFT * allowed
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from torsh_trainer.verify.compare import Difference, Quantity
-from torsh_trainer.verify.running import Outcome, Verdict, bounds_of
+from torsh_trainer.verify.running import RungOutcome, Verdict, bounds_of
 
 WIDTH = 100
 RUNG_WORDS = {
@@ -41,7 +41,7 @@ def number(difference: Difference | None) -> str:
     return f"{_short(difference.absolute)} ({_short(difference.relative)})"
 
 
-def bound_words(verdict: Verdict, rung: str) -> str:
+def describe_bound(verdict: Verdict, rung: str) -> str:
     """What is allowed on a rung, in words."""
     bounds = bounds_of(verdict.options, verdict.precision, rung)
     judged = "" if bounds.parameters is not None else "; parameters are shown, not judged"
@@ -53,7 +53,7 @@ def processes_words(count: int) -> str:
     return f"{count} process{'' if count == 1 else 'es'}"
 
 
-def of_rung(verdict: Verdict, rung: str) -> list[Outcome]:
+def of_rung(verdict: Verdict, rung: str) -> list[RungOutcome]:
     """The outcomes of a rung, in the order of the list."""
     return [outcome for outcome in verdict.outcomes if outcome.rung == rung]
 
@@ -66,10 +66,12 @@ def _block(verdict: Verdict, rung: str) -> str:
     told = filter(None, map(sentence_of, outcomes))
     sentences = [fill(text, WIDTH, subsequent_indent="  ") for text in told]
     order = [verdict.order] if verdict.order else []
-    return "\n".join([head, *_aligned(rows), bound_words(verdict, rung), *order, *sentences])
+    return "\n".join(
+        [head, *_align_columns(rows), describe_bound(verdict, rung), *order, *sentences]
+    )
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: RungOutcome) -> list[str]:
     cells = ["-"] * len(COLUMNS)
     if outcome.comparison is not None:
         cells = [number((outcome.comparison.largest(q) or (0, None))[1]) for q, _ in COLUMNS]
@@ -78,14 +80,14 @@ def _row(outcome: Outcome) -> list[str]:
     return [name, many, *cells, first, WORDS[outcome.status]]
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _align_columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         yield "  " + "  ".join(cells).rstrip()
 
 
-def sentence_of(outcome: Outcome) -> str:
+def sentence_of(outcome: RungOutcome) -> str:
     """What is not well with an outcome: the suspect, or why it did not run; empty if it is well."""
     suspect = outcome.suspect
     if suspect is None:

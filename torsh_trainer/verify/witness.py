@@ -1,7 +1,7 @@
 """What sees a run from within: a callback that writes down each step, parameters included.
 
-The run is an ordinary one. The strategy is handed on through ``Watched``, which changes nothing and
-shows the witness the engine that it has prepared.
+The run is an ordinary one. The strategy is handed on through ``WatchedStrategy``, which changes
+nothing and shows the witness the engine that it has prepared.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torsh_trainer.callbacks.base import Callback, RunInfo, StepReport
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import CommOptions, Communicator
-from torsh_trainer.membership import Membership
-from torsh_trainer.strategies.base import Engine, FlatShard, Job, Mesh, Strategy
+from torsh_trainer.comm.membership import Membership
+from torsh_trainer.emulation import Emulation
+from torsh_trainer.environments.world import World
+from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.verify.record import FACTS, ROWS, Arrays, parameters_file
-from torsh_trainer.world import World
 
 
 class Witness(Callback):
@@ -53,7 +55,7 @@ class Witness(Callback):
         assert info.run_dir is not None, "a run that is watched has a directory"
         self._folder = info.run_dir
         assert self._engine is not None, "the engine is prepared before the first step"
-        if info.world.is_main:
+        if info.world.is_rank_zero:
             facts = {
                 "optimizers": [type(o).__name__ for o in self._engine.optimizers.values()],
                 "gradient_scale": self._gradient_scale,
@@ -82,7 +84,7 @@ class Witness(Callback):
         assert self._comm is not None
         arrays = parameters_of(self._engine, self._comm)
         sums = self._comm.all_gather_object(_checksum(arrays))
-        if not self._comm.world.is_main:
+        if not self._comm.world.is_rank_zero:
             return
         names = numpy.array(list(arrays), dtype=str)
         with parameters_file(self._folder, step).open("wb") as file:
@@ -108,10 +110,10 @@ def parameters_of(engine: Engine, comm: Communicator) -> Arrays:
         else:
             arrays[name] = _array(value.full_tensor() if isinstance(value, DTensor) else value)
     gathered = comm.all_gather_object(pieces)
-    return {**arrays, **_joined(gathered)}
+    return {**arrays, **_join_pieces(gathered)}
 
 
-def _joined(gathered: list[dict[str, list[Any]]]) -> Arrays:
+def _join_pieces(gathered: list[dict[str, list[Any]]]) -> Arrays:
     whole: Arrays = {}
     for pieces in gathered:
         for name, (shape, offset, piece) in pieces.items():
@@ -134,7 +136,7 @@ def _checksum(arrays: Arrays) -> int:
 
 
 @dataclass(frozen=True)
-class Watched(Strategy):
+class WatchedStrategy(Strategy):
     """``inner``, in everything; ``witness`` is shown the engine that it prepares."""
 
     inner: Strategy
@@ -147,6 +149,14 @@ class Watched(Strategy):
     @property
     def gradient_scale(self) -> float:  # type: ignore[override]
         return self.inner.gradient_scale
+
+    @property
+    def model_axes(self) -> frozenset[str]:  # type: ignore[override]
+        return self.inner.model_axes
+
+    @property
+    def emulation(self) -> Emulation:
+        return self.inner.emulation
 
     def gradient_scale_on(self, world: World) -> float:
         return self.inner.gradient_scale_on(world)
@@ -163,11 +173,17 @@ class Watched(Strategy):
     def mesh(self, world: World) -> Mesh:
         return self.inner.mesh(world)
 
+    def with_shards(self, dp_shard: int) -> Strategy:
+        return WatchedStrategy(self.inner.with_shards(dp_shard), self.witness)
+
     def brings(self, *, schedule: str | None) -> Mapping[str, Any]:
         return self.inner.brings(schedule=schedule)
 
+    def cannot_compile(self) -> str:
+        return self.inner.cannot_compile()
+
     def resolve(self, job: Job, comm: Communicator) -> Strategy:
-        return Watched(self.inner.resolve(job, comm), self.witness)
+        return WatchedStrategy(self.inner.resolve(job, comm), self.witness)
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         engine = self.inner.prepare(job, comm)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.files import disk_error, strict_json, write_file
+from torsh_trainer.utils.files import disk_error, strict_json, write_file
 from torsh_trainer.verify.compare import QUANTITIES, Difference, Moment
-from torsh_trainer.verify.running import Outcome, Verdict, bounds_of
+from torsh_trainer.verify.running import RungOutcome, Verdict, bounds_of
 
 FORMAT, VERSION = "torsh-verify", 1
 
@@ -68,7 +68,7 @@ def _rung(verdict: Verdict, rung: str, home: Path) -> dict[str, Any]:
     }
 
 
-def _outcome(outcome: Outcome, home: Path) -> dict[str, Any]:
+def _outcome(outcome: RungOutcome, home: Path) -> dict[str, Any]:
     comparison, suspect = outcome.comparison, outcome.suspect
     largest = {q: comparison.largest(q) for q in QUANTITIES} if comparison else {}
     return {

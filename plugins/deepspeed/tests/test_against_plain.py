@@ -13,11 +13,12 @@ from torsh_trainer.testing.odd import (
     MEMORY,
     OVERLAPS,
     REPEATS,
+    WRITES,
     Kind,
     check_plain,
     check_refused,
 )
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyData
 
@@ -32,25 +33,28 @@ BEFORE: dict[str, Any] = {"prescale_gradients": True}
 def test_hooks_and_layouts_in_memory_train_as_in_plain_pytorch(
     stage: int, kind: Kind, scenario: Scenario
 ) -> None:
-    check_plain(shared(2), DeepSpeed(stage=stage), kind, scenario)
+    check_plain(shared_pool(2), DeepSpeed(stage=stage), kind, scenario)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_hook_sees_the_same_where_the_file_says_how_the_mean_is_divided(stage: int) -> None:
     check_plain(
-        shared(2), DeepSpeed(stage=stage, reduce_scatter=False, extra=BEFORE), "clamp", SCENARIOS[1]
+        shared_pool(2),
+        DeepSpeed(stage=stage, reduce_scatter=False, extra=BEFORE),
+        "clamp",
+        SCENARIOS[1],
     )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_hook_sees_the_same_where_the_optimizer_is_offloaded(stage: int) -> None:
     strategy = DeepSpeed(stage=stage, offload_optimizer="cpu")
-    check_plain(shared(2), strategy, "clamp", SCENARIOS[1])
+    check_plain(shared_pool(2), strategy, "clamp", SCENARIOS[1])
 
 
 def test_a_hook_is_refused_where_it_would_see_another_gradient() -> None:
     strategy = DeepSpeed(stage=0, extra=BEFORE)
-    check_refused(shared(2), strategy, "clamp", "'head.weight'", "prescale_gradients")
+    check_refused(shared_pool(2), strategy, "clamp", "'head.weight'", "prescale_gradients")
 
 
 @scenarios
@@ -59,35 +63,37 @@ def test_a_hook_is_refused_where_it_would_see_another_gradient() -> None:
 def test_a_loss_that_takes_a_gradient_trains_as_in_plain_pytorch(
     stage: int, kind: Kind, scenario: Scenario
 ) -> None:
-    check_plain(shared(2), DeepSpeed(stage=stage), kind, scenario)
+    check_plain(shared_pool(2), DeepSpeed(stage=stage), kind, scenario)
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_stage_3_refuses_it_in_the_first_step(kind: Kind) -> None:
-    check_refused(shared(2), DeepSpeed(stage=3), kind, "torch.autograd.grad", "strategy.stage=2")
+    check_refused(
+        shared_pool(2), DeepSpeed(stage=3), kind, "torch.autograd.grad", "strategy.stage=2"
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_hook_on_an_accumulated_gradient_is_refused(stage: int) -> None:
     check_refused(
-        shared(2), DeepSpeed(stage=stage), "accumulated", "'head.weight'", "register_hook"
+        shared_pool(2), DeepSpeed(stage=stage), "accumulated", "'head.weight'", "register_hook"
     )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_so_it_is_on_one_process_where_gradients_leave_in_each_micro_batch(stage: int) -> None:
     strategy = DeepSpeed(stage=stage)
-    check_refused(shared(1), strategy, "accumulated", "'head.weight'", scenario=SCENARIOS[1])
+    check_refused(shared_pool(1), strategy, "accumulated", "'head.weight'", scenario=SCENARIOS[1])
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_on_one_process_it_is_called_as_in_plain_pytorch(stage: int) -> None:
-    check_plain(shared(1), DeepSpeed(stage=stage), "accumulated", SCENARIOS[1])
+    check_plain(shared_pool(1), DeepSpeed(stage=stage), "accumulated", SCENARIOS[1])
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
 def test_parameters_in_the_same_memory_train_at_stage_0(kind: Kind) -> None:
-    check_plain(shared(2), DeepSpeed(stage=0), kind)
+    check_plain(shared_pool(2), DeepSpeed(stage=0), kind)
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
@@ -96,7 +102,7 @@ def test_parameters_in_the_same_memory_are_refused_where_they_are_cut(
     stage: int, kind: Kind
 ) -> None:
     names = "'blocks.0.linear.bias' and 'blocks.1.linear.bias'"
-    check_refused(shared(2), DeepSpeed(stage=stage), kind, names)
+    check_refused(shared_pool(2), DeepSpeed(stage=stage), kind, names)
 
 
 @scenarios
@@ -105,7 +111,7 @@ def test_parameters_in_the_same_memory_are_refused_where_they_are_cut(
 def test_a_gradient_that_comes_twice_trains_where_it_leaves_after_the_backward(
     stage: int, kind: Kind, scenario: Scenario
 ) -> None:
-    check_plain(shared(2), DeepSpeed(stage=stage), kind, scenario)
+    check_plain(shared_pool(2), DeepSpeed(stage=stage), kind, scenario)
 
 
 @pytest.mark.parametrize("kind", REPEATS)
@@ -122,4 +128,18 @@ def test_a_gradient_that_comes_twice_trains_where_it_leaves_after_the_backward(
 )
 def test_it_is_refused_where_it_leaves_during_the_backward(strategy: DeepSpeed, kind: Kind) -> None:
     words = "use_reentrant=False", "added several times"
-    check_refused(shared(2), strategy, kind, *words, scenario=SCENARIOS[1])
+    check_refused(shared_pool(2), strategy, kind, *words, scenario=SCENARIOS[1])
+
+
+@pytest.mark.parametrize("kind", WRITES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_forward_that_bounds_its_weights_is_refused_from_stage_1_on(
+    kind: Kind, stage: int
+) -> None:
+    words = "strategy=deepspeed cannot honour", "'blocks.0.linear.weight'", "copies of its own"
+    check_refused(shared_pool(2), DeepSpeed(stage=stage), kind, *words)
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_such_a_forward_trains_at_stage_0(kind: Kind) -> None:
+    check_plain(shared_pool(2), DeepSpeed(stage=0), kind)

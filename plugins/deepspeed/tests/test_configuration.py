@@ -26,20 +26,20 @@ from torsh_trainer_deepspeed import (
     operators,
 )
 from torsh_trainer_deepspeed.config import KNOWN_KEYS
-from torsh_trainer_deepspeed.recipe import FileSchedule, Told, check_optimizer, told
+from torsh_trainer_deepspeed.recipe import ConfigPlan, FileSchedule, check_optimizer, plan_config
 
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.loading import Loading
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
-from torsh_trainer.precision import LossScaling, Precision
-from torsh_trainer.rank import completed
-from torsh_trainer.schedule import Cosine, TorchSchedule
+from torsh_trainer.optim.precision import LossScaling, Precision
+from torsh_trainer.optim.schedule import Cosine, TorchSchedule
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, Strategy
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing.resuming import SentenceTask
 from torsh_trainer.testing.tiny import TinyTask
-from torsh_trainer.trainer import Trainer
-from torsh_trainer.world import World
+from torsh_trainer.training.job import complete
+from torsh_trainer.training.trainer import Trainer
 
 CONF = Path(library.__file__).with_name("conf") / "strategy" / "deepspeed.yaml"
 
@@ -64,11 +64,11 @@ def write(tmp_path):
 
 def plan(
     strategy: DeepSpeed, asked: Job | None = None, *, device: str = "cpu", **model: Any
-) -> Told:
+) -> ConfigPlan:
     made = TinyTask().build_model()
     if model:
         made.config = SimpleNamespace(**model)
-    return told(strategy.settings(), asked or job(), made, device=device)
+    return plan_config(strategy.settings(), asked or job(), made, device=device)
 
 
 def test_the_yaml_has_every_knob_with_its_default_and_a_comment():
@@ -247,17 +247,20 @@ def test_what_would_give_another_result_or_cannot_run_is_refused_by_name(content
 def test_what_a_file_says_of_the_run_holds_where_the_recipe_is_silent(write):
     file = write({"train_batch_size": 24, "gradient_accumulation_steps": 4, "scheduler": WARMUP})
     trainer = Trainer(task=TinyTask(), max_steps=1)
-    filled = completed(trainer, DeepSpeed(config=file), dp_size=2)
+    filled = complete(trainer, DeepSpeed(config=file), dp_size=2)
     assert (filled.loading.batch_size, filled.accumulate) == (24, 4)
     assert filled.schedule == FileSchedule(
         scheduler="deepspeed.runtime.lr_schedules.WarmupLR", options={"warmup_num_steps": 5}
     )
     said = replace(trainer, loading=Loading(batch_size=8), accumulate=2)
-    kept = completed(said, DeepSpeed(config=file), dp_size=2)
-    assert (kept.loading.batch_size, kept.accumulate) == (8, 2)  # which ``told`` then refuses
+    kept = complete(said, DeepSpeed(config=file), dp_size=2)
+    assert (kept.loading.batch_size, kept.accumulate) == (
+        8,
+        2,
+    )  # which ``plan_config`` then refuses
     cosine = replace(trainer, schedule=Cosine())
     with pytest.raises(ConfigError, match=r"line 5: scheduler.type is WarmupLR, and schedule=cos"):
-        completed(cosine, DeepSpeed(config=file), dp_size=2)
+        complete(cosine, DeepSpeed(config=file), dp_size=2)
 
 
 def test_sizes_of_a_file_and_of_a_recipe_that_do_not_divide_say_where_they_come_from(write):
@@ -266,7 +269,7 @@ def test_sizes_of_a_file_and_of_a_recipe_that_do_not_divide_say_where_they_come_
     with pytest.raises(
         ConfigError, match=r"deepspeed brings accumulate=5 .*batch_size=64 does not"
     ):
-        completed(trainer, DeepSpeed(config=file), dp_size=2)
+        complete(trainer, DeepSpeed(config=file), dp_size=2)
 
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": "auto"}}
@@ -286,6 +289,35 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr":
 def test_a_scheduler_that_cannot_be_made_is_an_error(block, words, write):
     with pytest.raises(ConfigError, match=words):
         DeepSpeed(config=write({"scheduler": block})).brings(schedule=None)
+
+
+@pytest.mark.parametrize(
+    ("content", "name"),
+    [
+        ({}, "fp32"),
+        ({"bf16": {"enabled": False}}, "fp32"),
+        ({"bfloat16": {"enabled": True}}, "bf16-true"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 8}}, "fp16-mixed"),
+        ({"bf16": {"enabled": "auto"}}, "auto"),
+    ],
+)
+def test_a_file_says_what_auto_computes_in(write, content: dict[str, Any], name: str) -> None:
+    strategy = DeepSpeed(config=write(content))
+    asked = Precision(compute="auto", reduce="bf16")
+    trainer = Trainer(task=TinyTask(), strategy=strategy, precision=asked)
+    found = complete(trainer, strategy, dp_size=1).precision
+    assert (found.name, found.reduce) == (name, "bf16")
+    if name == "fp16-mixed":
+        assert found.loss_scaling.initial_scale == 2.0**8
+    if name != "auto":  # what the run asks for and the file says is one thing
+        model = TinyTask().build_model()
+        plan = plan_config(strategy.settings(), job(precision=found), model, device="cpu")
+        assert plan.precision.compute == found.compute
+
+
+def test_without_a_file_the_device_says_what_auto_computes_in() -> None:
+    trainer = Trainer(task=TinyTask(), strategy=DeepSpeed(stage=1))
+    assert complete(trainer, DeepSpeed(stage=1), dp_size=1).precision.is_auto
 
 
 def test_auto_in_a_scheduler_is_the_optimizers_rate_and_the_updates_of_the_run(write):

@@ -21,21 +21,21 @@ from torsh_trainer_deepspeed.strategy import ELEMENTWISE
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.loading import Loading
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.testing import reference
 from torsh_trainer.testing.cases import Driver
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.resuming import SentenceTask, differences, live, saving
 from torsh_trainer.testing.state import fill, whole_state
 from torsh_trainer.testing.tiny import WIDTH, TinyData, TinyModel, TinyModelOptions, TinyTask
-from torsh_trainer.trainer import Trainer
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import Trainer
 
 ROWS, MORE_ROWS = 70_000, 140_000
 """DeepSpeed writes what takes a MiB: half of a matrix with so many rows in fp32, and in bf16."""
@@ -96,7 +96,7 @@ class Seen(NamedTuple):
 
 def trained(comm: Communicator, strategy: Strategy, scenario: Scenario, folder: Path) -> Seen:
     """Two steps under one engine, and two under another that goes on from its state alone."""
-    outcome, saved, files = Outcome(), None, []
+    outcome, saved, files = TrainingOutcome(), None, []
     for first in (0, STEPS // 2):
         driver = Driver(comm, strategy, scenario)
         scenario = replace(scenario, model=replace(scenario.model, seed=7))
@@ -164,9 +164,9 @@ def test_what_lies_in_files_has_the_bits_of_what_lies_in_memory(case, ranks, tmp
     folder = tmp_path / "disk"
     folder.mkdir()
     on_disk, in_memory = both(blocks, folder)
-    theirs = shared(ranks).run(trained, in_memory, scenario, folder)
+    theirs = shared_pool(ranks).run(trained, in_memory, scenario, folder)
     for ours, other in zip(
-        shared(ranks).run(trained, on_disk, scenario, folder), theirs, strict=True
+        shared_pool(ranks).run(trained, on_disk, scenario, folder), theirs, strict=True
     ):
         assert not differences(ours._replace(files=[])._asdict(), other._asdict())
         assert ours.losses[0] != ours.losses[-1]
@@ -180,7 +180,7 @@ def test_knobs_say_the_same_and_the_result_is_that_of_plain_pytorch(tmp_path):
     strategy = DeepSpeed(stage=3, offload_optimizer="nvme", nvme_path=str(tmp_path), **SMALL)
     scenario = WideScenario(data=TinyData(steps=STEPS))
     plain = reference.train(scenario, 2)
-    for ours in shared(2).run(trained, strategy, scenario, tmp_path):
+    for ours in shared_pool(2).run(trained, strategy, scenario, tmp_path):
         assert ours.files
         assert ours.norms == pytest.approx(plain.norms, rel=1e-4)
         for mine, other in zip(ours.losses, plain.losses, strict=True):
@@ -205,8 +205,8 @@ def test_a_gradient_that_is_lost_on_the_way_shows(tmp_path):
     on_disk, in_memory = both({"offload_optimizer": {}}, tmp_path / "disk")
     (tmp_path / "disk").mkdir()
     scenario = WideScenario(data=TinyData(steps=STEPS))
-    (theirs,) = shared(1).run(trained, in_memory, scenario, tmp_path / "disk")
-    (lossy,) = shared(1).run(as_deepspeed_does, on_disk, scenario, tmp_path / "disk")
+    (theirs,) = shared_pool(1).run(trained, in_memory, scenario, tmp_path / "disk")
+    (lossy,) = shared_pool(1).run(as_deepspeed_does, on_disk, scenario, tmp_path / "disk")
     assert lossy.losses[0] == theirs.losses[0]
     assert lossy.losses[1] != theirs.losses[1]
 
@@ -238,12 +238,12 @@ def test_a_run_goes_on_from_files_elsewhere_and_into_files_from_elsewhere(tmp_pa
     disk.mkdir()
     files = DeepSpeed(stage=3, offload_optimizer="nvme", nvme_path=str(disk), **SMALL)
     journey = [(files, 2, 2), (FSDP(), 2, 3), (files, 1, 4), (files, 2, 5), (DDP(), 2, 6)]
-    ((_, losses, norms),) = shared(1).run(one_leg, Single(), tmp_path / "whole", 6)
-    ids = shared(1).run(one_leg, Single(), tmp_path / "whole2", 6)[0][0]
+    ((_, losses, norms),) = shared_pool(1).run(one_leg, Single(), tmp_path / "whole", 6)
+    ids = shared_pool(1).run(one_leg, Single(), tmp_path / "whole2", 6)[0][0]
     whole = {step: dict(zip(map(tuple, ids[step]), losses[step], strict=True)) for step in ids}
     seen = []
     for strategy, ranks, until in journey:
-        legs = shared(ranks).run(one_leg, strategy, tmp_path / "run", until)
+        legs = shared_pool(ranks).run(one_leg, strategy, tmp_path / "run", until)
         for step in legs[0][0]:
             seen.append(step)
             ours = {
@@ -285,7 +285,7 @@ def test_what_cannot_run_is_told_and_leaves_no_file(what, tmp_path):
     blocks, words = WRONG[what]
     folder = tmp_path / "disk"
     folder.mkdir()
-    (said,) = shared(1).run(refused, both(blocks, folder)[0])
+    (said,) = shared_pool(1).run(refused, both(blocks, folder)[0])
     assert re.search(words, said)
     assert not list(folder.iterdir())
 
@@ -331,7 +331,7 @@ def test_partitions_are_those_that_deepspeed_makes(tmp_path):
     scenario = WideScenario()
     groups = [list(scenario.task.build_model().parameters())]
     strategy = DeepSpeed(stage=3, offload_optimizer="nvme", nvme_path=str(tmp_path), **SMALL)
-    for theirs in shared(2).run(partition_sizes, strategy, scenario):
+    for theirs in shared_pool(2).run(partition_sizes, strategy, scenario):
         assert partitions(groups, 2, most=SMALL["sub_group_size"]) == theirs
 
 

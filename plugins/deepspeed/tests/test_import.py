@@ -10,15 +10,15 @@ import torch
 from torsh_trainer_deepspeed import library
 
 from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.checkpoint.cli import zero
+from torsh_trainer.checkpoint.cli.importing import Import, import_file
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
-from torsh_trainer.checkpoint.door import zero
-from torsh_trainer.checkpoint.door.importing import Import, import_file
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import cases
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyData, TinyModelOptions
 
@@ -101,7 +101,7 @@ def saved(tmp_path_factory):
     def make(kind, ranks=2):
         if (kind, ranks) not in made:
             folder = tmp_path_factory.mktemp(kind)
-            made[kind, ranks] = folder, shared(ranks).run(original, folder, KINDS[kind])
+            made[kind, ranks] = folder, shared_pool(ranks).run(original, folder, KINDS[kind])
         return made[kind, ranks]
 
     return make
@@ -143,7 +143,7 @@ def test_a_native_run_goes_on_as_the_original_does(kind, strategy, saved, tmp_pa
     folder, told = saved(kind)
     options = {"parameters": order_file(tmp_path)} if kind == "stage-0" else {}
     path, _ = imported(folder, tmp_path / "out", **options)
-    outcomes = shared(2).run(cases.go_on, strategy, SCENARIO, path, BEFORE)
+    outcomes = shared_pool(2).run(cases.go_on, strategy, SCENARIO, path, BEFORE)
     for rank, (outcome, (_, losses, ended)) in enumerate(zip(outcomes, told, strict=True)):
         mine = [step[rank][0] for step in outcome.losses]
         assert mine == pytest.approx(losses, rel=1e-6)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from torsh_trainer.testing.fuzzing.drawing import Combination, Engine, draw
+from torsh_trainer.testing.fuzzing.drawing import Combination, EngineChoice, draw
 from torsh_trainer.testing.fuzzing.trial import Fuzzer
 
 DRAWN = [draw(number) for number in range(1000)]
@@ -27,7 +27,7 @@ def with_piece(name: str) -> Combination:
     ids=["complex", "scalar", "float64"],
 )
 def test_a_parameter_of_an_odd_kind_is_refused_by_name(odd: Combination, why: str, stage: int):
-    engines = [Engine("deepspeed", 2, {"stage": stage})]
+    engines = [EngineChoice("deepspeed", 2, {"stage": stage})]
     with Fuzzer() as fuzzer:
         outcome = fuzzer.try_one(replace(odd, engines=engines, stops=[1], sparse=False))
     assert outcome.verdict == "refused"

@@ -13,7 +13,7 @@ from torsh_trainer_deepspeed import DeepSpeed
 
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.testing import cases
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyTask
 
@@ -42,6 +42,6 @@ def refuse(comm: Any, strategy: DeepSpeed, scenario: Scenario) -> str:
 def test_parameters_that_no_optimizer_has_are_refused_by_name_before_the_first_step(
     stage: int,
 ) -> None:
-    for sentence in shared(2).run(refuse, DeepSpeed(stage=stage), HeadScenario()):
+    for sentence in shared_pool(2).run(refuse, DeepSpeed(stage=stage), HeadScenario()):
         assert "embedding.weight" in sentence
         assert "strategy.stage=0" in sentence

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torsh_trainer_deepspeed import operators
+from torsh_trainer_deepspeed import DeepSpeed, operators
 
 from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.errors import ResourceError
 
 BUILD = [sys.executable, "-m", "torsh_trainer_deepspeed.build", "deepspeed_shm_comm"]
 
@@ -117,3 +119,72 @@ def test_one_that_is_not_whole_is_compiled_anew(monkeypatch, tmp_path):
     operators._load(Builder(), tmp_path)
     assert Builder._loaded_ops == {"halved": "compiled"}
     assert operators._is_whole(tmp_path)
+
+
+class Fused:
+    """DeepSpeed's builder of fused_adam as it is beside CUDA; ``error`` is what compiling meets."""
+
+    name = "fused_adam"
+    _loaded_ops: ClassVar[dict[str, object]] = {}
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def load(self, *, verbose: bool) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def beside_cuda(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *, error: Exception | None = None
+) -> LocalCommunicator:
+    """A communicator on a GPU, with what DeepSpeed and torch say of one."""
+    from torsh_trainer_deepspeed import library
+
+    library.load(LocalCommunicator(torch.device("cpu")))
+    gpu = SimpleNamespace(
+        device_name=lambda: "cuda", create_op_builder=lambda name: Fused(error=error)
+    )
+    monkeypatch.setattr("deepspeed.accelerator.get_accelerator", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+    return LocalCommunicator(torch.device("cuda", 0))
+
+
+def test_fused_adam_is_compiled_with_a_line_beside_cuda_too(monkeypatch, tmp_path, caplog):
+    comm = beside_cuda(monkeypatch, tmp_path, error=RuntimeError("stops here"))
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    plan: Any = SimpleNamespace(stage=1, offloads=False)
+    with pytest.raises(ResourceError, match="could not compile fused_adam: stops here"):
+        DeepSpeed(optimizer="fused_adam")._inner(optimizer, plan, comm)
+    assert "DeepSpeed compiles fused_adam, once" in caplog.text
+
+
+def test_without_nvcc_the_error_says_what_is_missing_and_what_to_take_instead(
+    monkeypatch, tmp_path
+):
+    from deepspeed.ops.op_builder.builder import MissingCUDAException
+
+    missing = MissingCUDAException("CUDA_HOME does not exist, unable to compile CUDA op(s)")
+    comm = beside_cuda(monkeypatch, tmp_path, error=missing)
+    with pytest.raises(ResourceError, match="CUDA_HOME does not exist") as caught:
+        operators.compile_operators(["fused_adam"], comm)
+    assert "strategy.optimizer=torch" in str(caught.value)
+
+
+def test_what_came_compiled_with_deepspeed_is_not_said_to_be_compiled(
+    monkeypatch, tmp_path, caplog
+):
+    comm = beside_cuda(monkeypatch, tmp_path)
+    monkeypatch.setattr("deepspeed.git_version_info.installed_ops", {"fused_adam": True})
+    operators.compile_operators(["fused_adam"], comm)
+    assert "compiles" not in caplog.text
+
+
+def test_what_was_compiled_for_other_gpus_is_compiled_anew(monkeypatch, tmp_path):
+    beside_cuda(monkeypatch, tmp_path)
+    (tmp_path / operators.STAMP).write_text(operators._key())
+    assert operators._is_whole(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not operators._is_whole(tmp_path)

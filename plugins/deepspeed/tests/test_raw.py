@@ -19,8 +19,8 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.testing.cases import Driver
-from torsh_trainer.testing.ranks import shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.testing.tiny import PADDING, TinyData, TinyTask
 
@@ -129,7 +129,7 @@ def ours(comm: Communicator, strategy: Strategy, scenario: Scenario) -> Curve:
     with fp16_allowed():
         task = RoundTask(scenario.model, scenario.optimizer)
         driver = Driver(comm, strategy, scenario, task=task)
-        outcome, mine = Outcome(), driver.mesh.dp_rank
+        outcome, mine = TrainingOutcome(), driver.mesh.dp_rank
         schedule = strategy.brings(schedule=None).get("schedule")
         running = schedule and schedule.start(driver.engine.optimizers)
         for number in range(scenario.data.steps):
@@ -165,7 +165,7 @@ def both(
     config: dict[str, Any], file: Path, scenario: Scenario, factor: float = 1.0
 ) -> tuple[list[Curve], list[Curve]]:
     file.write_text(json.dumps(config))
-    pool = shared(2)
+    pool = shared_pool(2)
     theirs = pool.run(raw, copy.deepcopy(config), scenario, factor)
     return pool.run(ours, DeepSpeed(config=str(file)), scenario), theirs
 
@@ -194,7 +194,7 @@ def test_the_scheduler_of_a_file_is_deepspeeds_own(tmp_path):
     plain = config_of(2, "fp32")
     config = {**plain, "scheduler": {"type": "WarmupLR", "params": params}}
     ours, theirs = both(config, tmp_path / "ds.json", SCENARIO)
-    without = shared(2).run(raw, plain, SCENARIO, 1.0)
+    without = shared_pool(2).run(raw, plain, SCENARIO, 1.0)
     assert [curve.losses for curve in ours] == [curve.losses for curve in theirs]
     assert ours[0].losses != without[0].losses
 
@@ -211,7 +211,7 @@ def test_the_file_of_the_guides_trains_as_deepspeed_does_with_a_micro_batch_size
     file = tmp_path / "ds_config.json"
     file.write_text(GUIDE)
     scenario = Scenario(optimizer="adamw", data=TinyData(steps=6, accumulate=4))
-    pool = shared(2)
+    pool = shared_pool(2)
     config = {**json.loads(GUIDE), "train_micro_batch_size_per_gpu": 3}
     theirs = pool.run(raw, config, scenario, 1.0)
     mine = pool.run(ours, DeepSpeed(config=str(file)), scenario)
@@ -228,7 +228,7 @@ def functions_around(comm: Communicator) -> dict[str, bool]:
     own_is = {"a script replaces it": "linear" in theirs, "after the script": F.linear is own}
     first, second = (Driver(comm, DeepSpeed(stage=3), SCENARIO) for _ in range(2))
     for driver in (first, second):
-        driver.step(0, Outcome())
+        driver.step(0, TrainingOutcome())
     own_is["between two in use"] = F.linear is own
     first.engine.close()  # and the second never is
     own_is["after closing"] = F.linear is own
@@ -252,7 +252,7 @@ def by_own_kernel(comm: Communicator, strategy: DeepSpeed, kind: str) -> tuple[A
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import FusedAdam
 
-    scenario, outcome = SCENARIO, Outcome()
+    scenario, outcome = SCENARIO, TrainingOutcome()
     driver = Driver(comm, strategy, scenario, task=OwnTask(scenario.model, kind))
     for number in range(STEPS):
         driver.step(number, outcome)
@@ -298,14 +298,14 @@ def test_an_optimizer_of_deepspeeds_own_steps_as_in_a_script_and_is_saved_in_tor
     kind, offload, slots = OWN[own]
     sizes = {"reduce_bucket_size": 200, "allgather_bucket_size": 200}
     strategy = DeepSpeed(stage=stage, optimizer=own, offload_optimizer=offload, **sizes)
-    for ours, theirs, state in shared(2).run(by_own_kernel, strategy, kind):
+    for ours, theirs, state in shared_pool(2).run(by_own_kernel, strategy, kind):
         assert ours == theirs
         assert ours[0] != ours[-1]
         assert all(set(found) == slots for found in state.values())
 
 
 def test_another_model_in_the_process_computes_with_torchs_own_functions():
-    for own_is in shared(2).run(functions_around):
+    for own_is in shared_pool(2).run(functions_around):
         assert all(own_is.values()), own_is
 
 
@@ -337,7 +337,7 @@ def test_what_deepspeed_refuses_is_told_with_its_words_file_line_and_key(tmp_pat
     file = tmp_path / "ds_config.json"
     file.write_text(GUIDE)
     scenario = Scenario(optimizer="adamw", data=TinyData(accumulate=4))
-    for words in shared(2).run(refused, DeepSpeed(config=str(file)), scenario):
+    for words in shared_pool(2).run(refused, DeepSpeed(config=str(file)), scenario):
         assert "fp16 is not supported on your device" in words
         assert f"{file}, line 20: fp16" in words
 
@@ -359,7 +359,7 @@ def test_fp16_on_a_cpu_is_refused_before_anything_is_compiled(tmp_path):
     file, folder = tmp_path / "ds_config.json", tmp_path / "extensions"
     file.write_text(GUIDE)
     folder.mkdir()
-    [(words, made)] = shared(1).run(refused_at_once, DeepSpeed(config=str(file)), folder)
+    [(words, made)] = shared_pool(1).run(refused_at_once, DeepSpeed(config=str(file)), folder)
     assert "fp16 is not supported on your device, cpu; run on a GPU, or set bf16" in words
     assert made == []
 
@@ -369,14 +369,14 @@ def test_so_is_a_key_that_it_has_removed_or_does_not_know(key, tmp_path):
     content, said = REFUSED[key]
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(content, indent=1))
-    for words in shared(2).run(refused, DeepSpeed(config=str(file)), Scenario()):
+    for words in shared_pool(2).run(refused, DeepSpeed(config=str(file)), Scenario()):
         assert words.startswith(f"DeepSpeed refuses the configuration: {file}, line ")
         assert f"{key}: " in words
         assert said in words
 
 
 def test_an_optimizer_that_looks_at_more_than_single_elements_is_refused_where_zero_cuts():
-    pool = shared(2)
+    pool = shared_pool(2)
     for words in pool.run(refused, DeepSpeed(stage=1), Scenario(), AdafactorTask()):
         assert "cannot honour the optimizer Adafactor from stage 1 on" in words
     assert pool.run(refused, DeepSpeed(stage=0), Scenario(), AdafactorTask()) == ["", ""]

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torsh_trainer_deepspeed import DeepSpeed
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.rank import Rank
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import Leg, SentenceTask, live, saving
 from torsh_trainer.testing.tiny import TinyModelOptions
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.run_parts import RunParts
+from torsh_trainer.training.trainer import Trainer
 
 STEPS = 8
 """Two epochs of 8, 8 and a tail of 6 samples, and two steps more."""
@@ -47,7 +47,7 @@ def one_leg(
     strategy: Strategy,
     folder: Path,
     until: int,
-    change: Callable[[Rank], None] | None = None,
+    change: Callable[[RunParts], None] | None = None,
     truth: Values | None = None,
     resume: str = "auto",
 ) -> tuple[Leg, Values, float]:
@@ -70,8 +70,8 @@ def one_leg(
     )
     last: dict[str, Any] = {}
 
-    def begin(rank: Rank) -> None:
-        engine: Any = rank.engine
+    def begin(parts: RunParts) -> None:
+        engine: Any = parts.engine
         tell = engine.state_dict
 
         def told() -> Any:
@@ -82,7 +82,7 @@ def one_leg(
 
         engine.state_dict = told
         if change is not None:
-            change(rank)
+            change(parts)
 
     leg = live(comm, trainer, folder, until=until, change=begin)
     whole = last["values"] if isinstance(strategy, Single) else {}
@@ -121,7 +121,7 @@ def apart(values: Values, truth: Values) -> float:
 def travelled(folder: Path, journey: Journey, change: Any = None) -> Curve:
     curve: Curve = {}
     for leg, (strategy, size, until) in enumerate(journey):
-        ranks = shared(size).run(one_leg, strategy, folder, until, change if leg else None)
+        ranks = shared_pool(size).run(one_leg, strategy, folder, until, change if leg else None)
         curve.update(curve_of([leg for leg, *_ in ranks]))
     assert sorted(curve) == list(range(1, STEPS + 1))
     return curve
@@ -143,7 +143,7 @@ def curve_of(legs: Sequence[Leg]) -> Curve:
 def uninterrupted(tmp_path_factory) -> tuple[Curve, Values]:
     """The same run in one process, never interrupted, and what it held in the end."""
     folder = tmp_path_factory.mktemp("whole")
-    ((leg, values, _),) = shared(1).run(one_leg, Single(), folder, STEPS)
+    ((leg, values, _),) = shared_pool(1).run(one_leg, Single(), folder, STEPS)
     return curve_of([leg]), values
 
 
@@ -199,7 +199,7 @@ def saved(tmp_path_factory, whole):
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         strategy, size = ENGINES[name]
-        ranks = shared(size).run(one_leg, strategy, folder, SAVED_AT)
+        ranks = shared_pool(size).run(one_leg, strategy, folder, SAVED_AT)
         assert furthest(curve_of([leg for leg, *_ in ranks]), whole) <= BOUND
         return folder / f"step-{SAVED_AT:08d}"
 
@@ -212,7 +212,9 @@ def test_a_run_goes_on_under_another_strategy_and_on_another_number_of_processes
 ):
     whole, values = uninterrupted
     strategy, size = ENGINES[target]
-    ranks = shared(size).run(one_leg, strategy, tmp_path, STEPS, None, values, str(saved(source)))
+    ranks = shared_pool(size).run(
+        one_leg, strategy, tmp_path, STEPS, None, values, str(saved(source))
+    )
     curve = curve_of([leg for leg, *_ in ranks])
     assert sorted(curve) == list(range(SAVED_AT + 1, STEPS + 1))
     assert furthest(curve, whole) <= BOUND
@@ -245,11 +247,11 @@ def test_the_curve_is_that_of_one_process_that_was_never_interrupted(name, whole
     assert furthest(travelled(tmp_path, JOURNEYS[name]), whole) <= BOUND
 
 
-def forgets(what: str) -> Callable[[Rank], None]:
+def forgets(what: str) -> Callable[[RunParts], None]:
     """Loses a part of what the checkpoint gave before the engine takes it."""
 
-    def change(rank: Rank) -> None:
-        load = rank.engine.load_state_dict
+    def change(parts: RunParts) -> None:
+        load = parts.engine.load_state_dict
 
         def lossy(state: Any) -> None:
             (name,) = state["optimizer"]
@@ -261,7 +263,7 @@ def forgets(what: str) -> Callable[[Rank], None]:
                 slots["step"] = slots["step"] + 1
             load(state)
 
-        engine: Any = rank.engine
+        engine: Any = parts.engine
         engine.load_state_dict = lossy
 
     return change

@@ -22,22 +22,22 @@ from torsh_trainer_deepspeed.original import Original
 from torsh_trainer.strategies.base import Clip
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.trial import (
     FP32_BOUND,
     SAMPLES,
     STEPS,
-    Curve,
-    Run,
+    RankTrace,
+    TrialRun,
     beyond,
     furthest,
     loss_apart,
-    moved,
+    measure_moves,
     run_of,
-    trained,
+    train_curve,
 )
 from torsh_trainer.translate.deepspeed.source import Options
-from torsh_trainer.translate.deepspeed.translator import filled, translate
+from torsh_trainer.translate.deepspeed.translator import fill, translate
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.verify.subject import LENGTH, VOCABULARY, Subject
 
@@ -71,40 +71,42 @@ def plan_of(config: dict[str, Any], ranks: int) -> Plan:
     return translate(config, Options(world_size=ranks))
 
 
-def native(config: dict[str, Any], ranks: int) -> Run:
+def native(config: dict[str, Any], ranks: int) -> TrialRun:
     """What the translation says; BatchNorm in fp32 alone."""
     run = run_of(plan_of(config, ranks), CONF, accumulate=config["gradient_accumulation_steps"])
     return replace(run, task=partial(Subject, batch_norm=run.precision.params == "fp32"))
 
 
 @cache
-def original(text: str, ranks: int) -> list[Curve]:
+def original(text: str, ranks: int) -> list[RankTrace]:
     """The real engine, once for every configuration."""
     run = original_run(json.loads(text))
-    curves: list[Curve] = shared(ranks).run(trained, run, timeout_s=START_S)
+    curves: list[RankTrace] = shared_pool(ranks).run(train_curve, run, timeout_s=START_S)
     return curves
 
 
-def original_run(config: dict[str, Any]) -> Run:
+def original_run(config: dict[str, Any]) -> TrialRun:
     config = dict(config)
     infinite_at = config.pop("infinite_at", None)
     low = any(config.get(low, {}).get("enabled") for low in ("bf16", "fp16"))
-    return Run(
-        Original(config=filled(config), fp16_on_cpu=True),
+    return TrialRun(
+        Original(config=fill(config), fp16_on_cpu=True),
         config["gradient_accumulation_steps"],
         task=partial(Subject, batch_norm=not low),
         infinite_at=infinite_at,
     )
 
 
-def both(config: dict[str, Any], ranks: int, **other: Any) -> tuple[list[Curve], list[Curve]]:
+def both(
+    config: dict[str, Any], ranks: int, **other: Any
+) -> tuple[list[RankTrace], list[RankTrace]]:
     """The translation, with ``other`` settings where a test spoils it, and the original."""
     run = native({key: v for key, v in config.items() if key != "infinite_at"}, ranks)
     run = replace(run, infinite_at=config.get("infinite_at"))
     precision = dict(other.pop("precision", {}))
     scaling = replace(run.precision.loss_scaling, **precision.pop("loss_scaling", {}))
     run = replace(run, precision=replace(run.precision, loss_scaling=scaling, **precision), **other)
-    curves = shared(ranks).run(trained, run, timeout_s=START_S)
+    curves = shared_pool(ranks).run(train_curve, run, timeout_s=START_S)
     return curves, original(json.dumps(config), ranks)
 
 
@@ -182,7 +184,7 @@ def test_fp16_at_stage_0_is_what_was_meant(ranks):
     for accumulate in (1, 2, 3):
         config = config_of(0, "fp16", accumulate)
         assert plan_of(config, ranks).exit_code == 10
-        mine = shared(ranks).run(trained, native(config, ranks), timeout_s=START_S)
+        mine = shared_pool(ranks).run(train_curve, native(config, ranks), timeout_s=START_S)
         meant = original(json.dumps(config_of(1, "fp16", accumulate)), ranks)
         for one, other in zip(mine, meant, strict=True):
             assert one.losses == other.losses
@@ -358,7 +360,7 @@ def test_an_optimizer_of_torch_steps_as_it_does_under_deepspeed(name):
     if len(params) > 1:  # and the options are what did it
         plain = {"type": kind, "params": {"lr": params["lr"]}}
         run = native(config_of(stage, "fp32", 1, optimizer=plain), 2)
-        other = shared(2).run(trained, run, timeout_s=START_S)
+        other = shared_pool(2).run(train_curve, run, timeout_s=START_S)
         assert furthest(other[0], theirs) > 1e-3
 
 
@@ -606,9 +608,13 @@ class Images(Subject):
 def test_inputs_are_cast_as_deepspeed_casts_them(stage):
     config = config_of(stage, "fp16", 2)
     config["fp16"]["auto_cast"] = True
-    mine = shared(2).run(trained, replace(native(config, 2), task=Images), timeout_s=START_S)
+    mine = shared_pool(2).run(
+        train_curve, replace(native(config, 2), task=Images), timeout_s=START_S
+    )
     theirs = replace(original_run(config), task=Images)
-    for one, other in zip(mine, shared(2).run(trained, theirs, timeout_s=START_S), strict=True):
+    for one, other in zip(
+        mine, shared_pool(2).run(train_curve, theirs, timeout_s=START_S), strict=True
+    ):
         assert one.losses == other.losses
         assert furthest(one, other) == 0.0
 
@@ -673,10 +679,10 @@ def test_on_four_ranks_fp32_is_a_rounding_apart(stage):
             assert furthest(mine, theirs) <= FP32_BOUND
 
 
-def share_of_the_bound(config: dict[str, Any], run: Run) -> float:
+def share_of_the_bound(config: dict[str, Any], run: TrialRun) -> float:
     """How far a step on four ranks is apart at most, as a share of what its roundings allow."""
     theirs = original(json.dumps(config), 4)[0]
-    found = shared(4).run(moved, run, theirs.parameters[:-1], timeout_s=START_S)[0]
+    found = shared_pool(4).run(measure_moves, run, theirs.parameters[:-1], timeout_s=START_S)[0]
     low = "fp16" if "fp16" in config else "bf16"
     roundings = 4 - 1 + run.accumulate - 1
     return beyond(found, theirs, low=low, roundings=roundings, lr=LR)

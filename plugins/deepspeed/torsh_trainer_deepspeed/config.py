@@ -158,7 +158,7 @@ class DeepSpeedConfig:
         """Where "auto" stands."""
         return [key for key, value in leaves(self.values) if value == "auto"]
 
-    def blamed(self, message: str) -> str:
+    def find_blamed(self, message: str) -> str:
         """The place of the key that a message of DeepSpeed's is about; the source if none is."""
         found = [key for key in keys_of(self.values) if _mentions(message, key[-1])]
         deepest = max(found, key=_telling, default=None)

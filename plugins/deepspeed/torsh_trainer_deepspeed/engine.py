@@ -11,22 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.base import Clip, Job, LossReport, MicroBatch, StepOutcome
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.state import load_optimizers, own_attributes
-from torsh_trainer.strategies.trained import SINCE_FREED, SINCE_FROZEN, Change
-from torsh_trainer.task import Task
+from torsh_trainer.strategies.trainability import SINCE_FREED, SINCE_FROZEN, Change
+from torsh_trainer.strategies.writes import Writes
+from torsh_trainer.tasks.base import Task
 from torsh_trainer_deepspeed.files import Files, SwapFolder, put
 from torsh_trainer_deepspeed.library import Replacement
 from torsh_trainer_deepspeed.shards import (
     Piece,
     Shards,
-    held,
-    partitioned_pieces,
-    replicated_pieces,
+    find_own_part,
+    find_partitioned_pieces,
+    find_replicated_pieces,
 )
 
 
@@ -61,6 +62,7 @@ class DeepSpeedEngine(NativeEngine):
             eval_module=wrapped,
             averaging_ranks=comm.world.size if wrapped.gradient_average else 1,
             optimizers=optimizers,
+            autocasts=autocast,
         )
         self._wrapped = wrapped
         self._sums, self._means = not wrapped.gradient_average, wrapped.gradient_average
@@ -68,8 +70,6 @@ class DeepSpeedEngine(NativeEngine):
         self._max_norm = max_norm
         self._replacement = replacement
         replacement.within(model)
-        if not autocast:
-            self._autocast = None
         self._used: set[str] = set()  # those that a backward of this step has added to
         self._reached: set[str] = set()  # those that this backward has
         self._repeated: set[str] = set()  # and several times
@@ -80,6 +80,20 @@ class DeepSpeedEngine(NativeEngine):
             if p.requires_grad
         ]
         wrapped.set_gradient_accumulation_boundary(True)
+
+    def _watch_writes(self, job: Job) -> Writes:
+        stage = self.module.zero_optimization_stage()  # type: ignore[operator]
+        if not stage:
+            return super()._watch_writes(job)
+        why = "what DeepSpeed steps are copies of its own, and what is written is lost"
+        hooks = stage == 3 and job.compile is None
+        return Writes(
+            self.model,
+            self.comm,
+            loses=("strategy=deepspeed", why),
+            hooks=hooks,
+            is_gathered=_is_gathered,
+        )
 
     def _follow(self, change: Change) -> None:
         # DeepSpeed averages whatever trains; what is noted here is whether it was reached.
@@ -166,19 +180,18 @@ class DeepSpeedEngine(NativeEngine):
             self._wrapped.set_gradient_accumulation_boundary(True)
 
     def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
-        outcome = self._unscale_and_clip(
-            self._parameters, self._bounded(clip), measure_norm=measure_norm
-        )
+        bounded = self._limit_clip(clip)
+        outcome = self._clipping.apply(self._parameters, bounded, measure_norm=measure_norm)
         if outcome.skipped:
             self.zero_grad()
         else:
             self._wrapped.step()
             if self._ema is not None:
                 self._ema.update()
-        self._stepped(outcome)
+        self._end_step(outcome)
         return outcome
 
-    def _bounded(self, clip: Clip) -> Clip:
+    def _limit_clip(self, clip: Clip) -> Clip:
         """``clip``, or the bound that a file of DeepSpeed's sets where the run sets none."""
         return clip if clip.norm is not None else Clip(self._max_norm, clip.value)
 
@@ -266,13 +279,11 @@ class ZeroEngine(DeepSpeedEngine):
         self._inner: Optimizer = self._zero.optimizer
         self._partitioned = self.evaluates_together = hasattr(self._zero, "fp16_groups")
         self._frozen = self._frozen_values(masters)
-        if self._partitioned:
-            _note_whole_shapes(model)
-        cut = partitioned_pieces if self._partitioned else replicated_pieces
+        cut = find_partitioned_pieces if self._partitioned else find_replicated_pieces
         pieces = cut(self._zero, comm.world.rank)
         self._folders = folders
         self._files = Files(self._zero)
-        if comm.world.is_main:
+        if comm.world.is_rank_zero:
             self._files.tell()
         self._shards = Shards(
             model,
@@ -281,7 +292,7 @@ class ZeroEngine(DeepSpeedEngine):
             pieces,
             self._flats(),
             self._files,
-            fixed=self._fixed,
+            fixed=self._frozen_value,
             push=self._push,
         )
         self._restore(masters, pieces)
@@ -298,7 +309,7 @@ class ZeroEngine(DeepSpeedEngine):
 
     def _settle(self, loss: Tensor | None, *, shrinks: bool = True) -> bool:
         """Refuses what was freed for its optimizer, or frozen: the partitions are cut for good."""
-        freed = [p for p in self._others if p.requires_grad]
+        freed = [p for p in self._trainable.others if p.requires_grad]
         if freed:
             (optimizer,) = self.optimizers.values()
             stepped = {p for group in optimizer.param_groups for p in group["params"]}
@@ -340,7 +351,7 @@ class ZeroEngine(DeepSpeedEngine):
         (optimizer,) = self.optimizers.values()
         for ours, group in zip(optimizer.param_groups, self._inner.param_groups, strict=True):
             group.update({key: value for key, value in ours.items() if key in group.keys() - _OWN})
-        self._zero.clip_grad = self._bounded(clip).norm or 0.0
+        self._zero.clip_grad = self._limit_clip(clip).norm or 0.0
         self._wrapped.step()
         norm = torch.as_tensor(self._zero._global_grad_norm, device=self._device).float()
         outcome = StepOutcome(norm, skipped=bool(self._zero.overflow))
@@ -348,7 +359,7 @@ class ZeroEngine(DeepSpeedEngine):
             self._files.drop_gradients()
         elif self._ema is not None:
             self._ema.update()
-        self._stepped(outcome)
+        self._end_step(outcome)
         if self._scaler is not None:
             self._tell_scale()
         return outcome
@@ -369,6 +380,19 @@ class ZeroEngine(DeepSpeedEngine):
         self._files.close()
         for folder in self._folders:
             folder.remove()
+
+    @contextlib.contextmanager
+    def whole_shapes(self) -> Iterator[None]:
+        """Between its uses a parameter of stage 3 has no elements: memory of one stands for all."""
+        empty: list[Any] = [p for p in self.model.parameters() if self._partitioned]
+        kept = [p.data for p in empty]
+        for parameter in empty:
+            parameter.data = parameter.data.new_zeros(()).expand(parameter.ds_shape)
+        try:
+            yield
+        finally:
+            for parameter, data in zip(empty, kept, strict=True):
+                parameter.data = data
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -391,11 +415,9 @@ class ZeroEngine(DeepSpeedEngine):
         load_optimizers(self.optimizers, settings, self._names)
         (name,) = self.optimizers
         self._shards.load(state["model"], state["optimizer"][name]["state"])
-        if self._scaler is not None and "loss_scale" in state:
-            self._scaler.load_state_dict(state["loss_scale"])
+        self._state.load_beside(state)
+        if self._scaler is not None:
             self._tell_scale()
-        if self._ema is not None and "ema" in state:
-            self._ema.load_state_dict(state["ema"])
         self._buffers.load(state.get("buffers", {}))
 
     def _flats(self) -> list[list[Tensor]]:
@@ -415,15 +437,17 @@ class ZeroEngine(DeepSpeedEngine):
             if name in masters and not p.requires_grad:
                 whole = masters[name]
                 if self._partitioned:
-                    whole = whole.flatten().narrow(0, *held(p, self.comm.world.rank)).clone()
+                    whole = (
+                        whole.flatten().narrow(0, *find_own_part(p, self.comm.world.rank)).clone()
+                    )
                 kept[id(p)] = whole
         return kept
 
-    def _fixed(self, name: str, parameter: Any) -> Tensor | FlatShard:
+    def _frozen_value(self, name: str, parameter: Any) -> Tensor | FlatShard:
         kept = self._frozen.get(id(parameter))
         if not self._partitioned:
             return parameter.detach() if kept is None else kept
-        offset, numel = held(parameter, self.comm.world.rank)
+        offset, numel = find_own_part(parameter, self.comm.world.rank)
         if kept is None:
             kept = parameter.ds_tensor.detach().narrow(0, 0, numel)
         return FlatShard(name, tuple(parameter.ds_shape), offset, kept)
@@ -455,7 +479,7 @@ class ZeroEngine(DeepSpeedEngine):
         # As DeepSpeed's own step ends.
         zero._partition_all_parameters()
         for index, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            with self._files.lent(flat):
+            with self._files.lend(flat):
                 zero._reassign_or_swap_out_partitioned_parameters(index)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
@@ -477,13 +501,6 @@ def without_state(optimizer: Optimizer) -> Optimizer:
     other.param_groups = [dict(group) for group in optimizer.param_groups]
     other.state = type(optimizer.state)(dict)
     return other
-
-
-def _note_whole_shapes(model: nn.Module) -> None:
-    """For those who count parameters: between its uses, one of stage 3 has no elements."""
-    parameter: Any
-    for parameter in model.parameters():
-        parameter.whole_shape = parameter.ds_shape
 
 
 def _noting(added: set[str], again: set[str], name: str) -> Callable[[Tensor], None]:
@@ -513,3 +530,9 @@ def _no_value_clipping() -> Unsupported:
         fix="use trainer.max_grad_norm, strategy.stage=0, or strategy=fsdp",
         strategy="deepspeed",
     )
+
+
+def _is_gathered(parameter: Tensor) -> bool:
+    """Whether stage 3 has a parameter's values in place; the other stages always have."""
+    status = getattr(parameter, "ds_status", None)
+    return status is None or status.name == "AVAILABLE"

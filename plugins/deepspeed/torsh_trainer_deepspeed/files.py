@@ -46,8 +46,8 @@ class SwapFolder:
         below = folder_of(place)
         try:
             _remove_abandoned(below)
-            self.path, lock = _claimed(below, rank)
-            self.remove = weakref.finalize(self, _removed, self.path, lock, os.getpid())
+            self.path, lock = _claim_folder(below, rank)
+            self.remove = weakref.finalize(self, _remove_folder, self.path, lock, os.getpid())
             probe = os.open(self.path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
             os.close(probe)
             (self.path / "probe").unlink()
@@ -73,7 +73,7 @@ def folder_of(place: str) -> Path:
     return folder
 
 
-def _claimed(below: Path, rank: int) -> tuple[Path, int]:
+def _claim_folder(below: Path, rank: int) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{rank}-", dir=below))
         with contextlib.suppress(FileNotFoundError):  # who removes abandoned ones was faster
@@ -96,7 +96,7 @@ def _remove_abandoned(below: Path) -> None:
                 os.close(lock)
 
 
-def _removed(path: Path, lock: int, owner: int) -> None:
+def _remove_folder(path: Path, lock: int, owner: int) -> None:
     if os.getpid() == owner:  # and no process that was forked from it
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
@@ -113,7 +113,7 @@ def put(values: Tensor, parameter: Any) -> None:
         return
     swapper = parameter.nvme_swapper
     path = swapper.get_path(parameter, must_exist=True)
-    _mapped(path, part.ds_numel, swapper.dtype).narrow(0, 0, values.numel()).copy_(values)
+    _map_file(path, part.ds_numel, swapper.dtype).narrow(0, 0, values.numel()).copy_(values)
     _sync(path)
 
 
@@ -137,7 +137,7 @@ def _sync(path: str) -> None:
         os.fsync(file.fileno())
 
 
-def _mapped(path: str, numel: int, dtype: torch.dtype) -> Tensor:
+def _map_file(path: str, numel: int, dtype: torch.dtype) -> Tensor:
     with Path(path).open("r+b") as file:
         held = mmap.mmap(file.fileno(), numel * dtype.itemsize)
     return torch.frombuffer(held, dtype=dtype, count=numel)
@@ -209,11 +209,11 @@ class Files:
             info = self._info(of)
             for part in info.tensors:
                 if part.compute_tensor is value:
-                    return _mapped(part.swap_path, info.numel(), info.dtype())
+                    return _map_file(part.swap_path, info.numel(), info.dtype())
         return value
 
     @contextlib.contextmanager
-    def lent(self, flat: Tensor) -> Iterator[None]:
+    def lend(self, flat: Tensor) -> Iterator[None]:
         """Within, ``flat`` can be read."""
         whole = self.whole(flat, of=flat)
         if whole is flat:
@@ -227,7 +227,7 @@ class Files:
             flat.data = empty
 
     @contextlib.contextmanager
-    def swapped_in(self, flat: Tensor) -> Iterator[None]:
+    def swap_in(self, flat: Tensor) -> Iterator[None]:
         """Within, ``flat`` is in memory; what it then has of state goes to files with it."""
         if not self.hold(flat):
             yield

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.importing import collector_at_rest
-from torsh_trainer.world import World
+from torsh_trainer.utils.importing import collector_at_rest
 from torsh_trainer_deepspeed import operators
 
 MISSING = "pip install torsh-trainer-deepspeed"
@@ -39,8 +39,8 @@ def load(comm: Communicator) -> Any:
         ConfigError: it was imported before, for another kind of device.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(operators.extensions_dir()))
-    os.environ["LOCAL_RANK"] = str(comm.world.local_rank)
-    device = comm.device
+    device = comm.device  # its number is not the local rank where a process sees one GPU alone
+    os.environ["LOCAL_RANK"] = str(comm.world.local_rank if device.index is None else device.index)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:

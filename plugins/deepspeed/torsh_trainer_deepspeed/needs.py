@@ -20,7 +20,7 @@ from torsh_trainer_deepspeed.files import SwapFolder, folder_of
 from torsh_trainer_deepspeed.recipe import OPTIMIZER
 
 
-def prepared(
+def prepare_swaps(
     swaps: Sequence[str],
     config: DeepSpeedConfig,
     zero: dict[str, Any],

@@ -118,16 +118,22 @@ def compile_operators(operators: Sequence[str], comm: Communicator) -> None:
     """
     # Imported here: see ``library.load``.
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.builder import CUDAMismatchException, MissingCUDAException
 
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
     builders = {name: get_accelerator().create_op_builder(BUILDERS[name]) for name in operators}
-    due = [name for name in operators if not _is_whole(folder / name)]
+    due = [
+        name
+        for name, builder in builders.items()
+        if not installed_ops.get(builder.name, False) and not _is_whole(folder / name)
+    ]
     if "async_io" in due and not _has_libaio():
         raise ResourceError(
             "DeepSpeed compiles async_io, for files, against libaio, which is not there",
             fix=_LIBAIO,
         )
-    if due and comm.world.is_main:
+    if due and comm.world.is_rank_zero:
         log.warning(
             "DeepSpeed compiles %s, once: a few minutes; it stays in %s",
             " and ".join(due),
@@ -139,6 +145,13 @@ def compile_operators(operators: Sequence[str], comm: Communicator) -> None:
         with _alone(folder / name), contextlib.redirect_stdout(io.StringIO()):
             try:
                 _load(builder, folder / name)
+            except (MissingCUDAException, CUDAMismatchException) as error:
+                words = " ".join(str(error).removeprefix(">- DeepSpeed Op Builder: ").split())
+                raise ResourceError(
+                    f"DeepSpeed could not compile {name}: {words}",
+                    fix=f"it takes nvcc of CUDA {torch.version.cuda}, torch's own, in CUDA_HOME; "
+                    "or set strategy.optimizer=torch",
+                ) from error
             except (RuntimeError, OSError, ImportError) as error:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 telling = [line for line in lines if re.search(r"error: |not found", line)]
@@ -149,7 +162,7 @@ def compile_operators(operators: Sequence[str], comm: Communicator) -> None:
                     else "it takes a C++ compiler (apt-get install g++) and room in "
                     f"TORCH_EXTENSIONS_DIR ({folder})",
                 ) from error
-    if due and comm.world.is_main:
+    if due and comm.world.is_rank_zero:
         log.warning("compiled in %.0f s", time.monotonic() - began_s)
 
 
@@ -183,7 +196,11 @@ def _key() -> str:
     # Imported here: see ``library.load``.
     from deepspeed.accelerator import get_accelerator
 
-    return f"{extensions_dir().name} {get_accelerator().device_name()}"
+    device = get_accelerator().device_name()
+    if device == "cuda":  # compiled for the GPUs that were there
+        there = range(torch.cuda.device_count())
+        device += f" {sorted({torch.cuda.get_device_capability(gpu) for gpu in there})}"
+    return f"{extensions_dir().name} {device}"
 
 
 def _import_operator(name: str, folder: Path) -> Any:
@@ -213,7 +230,7 @@ BUILDERS = {
     "pin_memory": "PinMemoryBuilder",
     "async_io": "AsyncIOBuilder",
 }
-"""What can be compiled for a CPU, and DeepSpeed's class that does it."""
+"""What can be compiled, and DeepSpeed's class that does it."""
 
 OPERATORS = ("deepspeed_shm_comm", "cpu_adam")
 """What a run on a CPU needs unless it asks for another optimizer of DeepSpeed's."""

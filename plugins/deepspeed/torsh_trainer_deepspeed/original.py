@@ -11,7 +11,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
     Clip,
@@ -32,8 +34,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.native import NativeEngine
-from torsh_trainer.task import Task
-from torsh_trainer.world import World
+from torsh_trainer.tasks.base import Task
 from torsh_trainer_deepspeed import library, needs, operators
 from torsh_trainer_deepspeed.engine import without_state
 from torsh_trainer_deepspeed.strategy import _In
@@ -139,10 +140,11 @@ class OriginalEngine(NativeEngine):
     ) -> None:
         inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
         shown = {"main": without_state(inner)}
+        # Precision and what is skipped are DeepSpeed's business.
+        job = replace(job, precision=Precision(), skip_nonfinite=False)
         super().__init__(
             job, comm, model=model, module=wrapped, eval_module=wrapped, optimizers=shown
         )
-        self._autocast, self._scaler, self._skip_nonfinite = None, None, False
         self._wrapped, self._zero, self._inner = wrapped, optimizer, inner
         self._replacement = replacement
 
@@ -169,15 +171,15 @@ class OriginalEngine(NativeEngine):
             self._last["loss_scale"] = float(self._zero.loss_scale)
         norm: Any = None
         if self._zero is self._inner:  # DeepSpeed reports no norm at stage 0 in fp32
-            norm = self._norm([p.grad for p in self._parameters if p.grad is not None])
+            norm = self._gradients.norm([p.grad for p in self._parameters if p.grad is not None])
         self._wrapped.step()
         if norm is None:
             norm = torch.as_tensor(self._wrapped.get_global_grad_norm() or 0.0).float()
-            norm = norm * self._grown()
+            norm = norm * self._scale_growth()
         skipped = bool(getattr(self._zero, "overflow", False))
         return StepOutcome(norm, skipped=skipped)
 
-    def _grown(self) -> float:
+    def _scale_growth(self) -> float:
         """Stage 3 reports the norm divided by the scale that a step has just made larger."""
         if "loss_scale" not in self._last or self._wrapped.zero_optimization_stage() != 3:
             return 1.0

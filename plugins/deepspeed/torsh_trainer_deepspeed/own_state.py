@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 
 
@@ -54,7 +54,7 @@ def _whole(part: Tensor | FlatShard, comm: Communicator) -> Tensor:
     """A tensor of its own."""
     if not isinstance(part, FlatShard):
         return part.detach().clone()
-    flat = comm.place(torch.zeros(math.prod(part.global_shape), dtype=part.tensor.dtype))
+    flat = comm.to_device(torch.zeros(math.prod(part.global_shape), dtype=part.tensor.dtype))
     flat.narrow(0, part.offset, part.tensor.numel()).copy_(part.tensor.detach().flatten())
     comm.all_reduce(flat)  # each number lies on one rank, and is zero on the others
     return flat.view(part.global_shape)

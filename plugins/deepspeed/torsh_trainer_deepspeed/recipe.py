@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
-from torsh_trainer.precision import LossScaling, Precision
-from torsh_trainer.schedule.base import RunningSchedule
-from torsh_trainer.schedule.torch_scheduler import TorchSchedule
+from torsh_trainer.optim.precision import LossScaling, Precision
+from torsh_trainer.optim.schedule.base import RunningSchedule
+from torsh_trainer.optim.schedule.torch_scheduler import TorchSchedule
 from torsh_trainer.strategies.base import Job
 from torsh_trainer_deepspeed.config import DeepSpeedConfig, Key
 
@@ -24,7 +24,7 @@ AUTO = "auto"
 
 
 @dataclass(frozen=True)
-class Told:
+class ConfigPlan:
     """``values`` go to deepspeed.initialize; the rest of a file is ours to do.
 
     ``half`` says that DeepSpeed holds the parameters in ``precision.compute`` itself, ``swaps``
@@ -41,7 +41,7 @@ class Told:
     max_norm: float | None
 
 
-def told(config: DeepSpeedConfig, job: Job, model: nn.Module, *, device: str) -> Told:
+def plan_config(config: DeepSpeedConfig, job: Job, model: nn.Module, *, device: str) -> ConfigPlan:
     """The configuration for ``job``: what it leaves out or calls "auto" comes from the recipe.
 
     Raises:
@@ -65,7 +65,7 @@ def told(config: DeepSpeedConfig, job: Job, model: nn.Module, *, device: str) ->
             fix="write the value into the file",
         )
     offload = zero.get("offload_optimizer") or {}
-    return Told(
+    return ConfigPlan(
         values,
         config.stage,
         precision,
@@ -81,12 +81,12 @@ def contradiction(
 ) -> ConfigError:
     """The error for a file and a recipe that differ: both, and either way out."""
     return ConfigError(
-        f"{config.place(*key)} is {_shown(there)}, and {knob}={_shown(here)}",
-        fix=f"set {knob}={_shown(there)}, or change the file, or take the key out of it",
+        f"{config.place(*key)} is {_as_typed(there)}, and {knob}={_as_typed(here)}",
+        fix=f"set {knob}={_as_typed(there)}, or change the file, or take the key out of it",
     )
 
 
-def _shown(value: Any) -> str:
+def _as_typed(value: Any) -> str:
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     )
@@ -109,25 +109,25 @@ def _normal(values: Mapping[str, Any]) -> dict[str, Any]:
 # -- what cannot be honoured ---------------------------------------------------------------------
 
 
-def _enabled(value: Any) -> bool:
+def _is_enabled(value: Any) -> bool:
     return bool(value.get("enabled")) if isinstance(value, Mapping) else bool(value)
 
 
 _REFUSED: tuple[tuple[Key, Callable[[Any], bool], str], ...] = (
-    (("torch_autocast",), _enabled, "set precision=bf16_mixed or precision=fp16_mixed instead"),
+    (("torch_autocast",), _is_enabled, "set precision=bf16_mixed or precision=fp16_mixed instead"),
     (
         ("gradient_allreduce_op",),
         lambda v: v != "mean",
         "a gradient is a mean here: scale the loss",
     ),
     (("managed_gradient_accumulation",), lambda v: v is False, "trainer.accumulate manages it"),
-    (("data_efficiency",), _enabled, "samples are chosen by data=...: take the block out"),
+    (("data_efficiency",), _is_enabled, "samples are chosen by data=...: take the block out"),
     (("tensor_parallel",), bool, "use deepspeed itself for tensor parallelism"),
-    (("expert_parallel",), _enabled, "use deepspeed itself for expert parallelism"),
+    (("expert_parallel",), _is_enabled, "use deepspeed itself for expert parallelism"),
     (("sequence_parallel_size",), lambda v: v != 1, "use deepspeed itself for it"),
     (("data_parallel_size",), bool, "it is the number of processes: take it out"),
-    (("hybrid_engine",), _enabled, "it is for generation while training: take the block out"),
-    (("autotuning",), _enabled, "run DeepSpeed's own launcher with --autotuning"),
+    (("hybrid_engine",), _is_enabled, "it is for generation while training: take the block out"),
+    (("autotuning",), _is_enabled, "run DeepSpeed's own launcher with --autotuning"),
     (("weight_quantization",), bool, "it is for inference: take the block out"),
     (("compile", "deepcompile"), bool, "set trainer.compile=true with strategy.stage=2"),
     (("bf16", "bf16_master_weights_and_grads"), bool, "a checkpoint holds fp32 masters"),
@@ -247,8 +247,8 @@ _SIZES = {
 }
 
 
-def brought(config: DeepSpeedConfig, *, schedule: str | None) -> dict[str, Any]:
-    """What the file says of the run: batch sizes, and a scheduler of DeepSpeed's or torch's.
+def read_run_values(config: DeepSpeedConfig, *, schedule: str | None) -> dict[str, Any]:
+    """What the file says of the run: sizes, precision, and a scheduler of DeepSpeed's or torch's.
 
     Raises:
         ConfigError: the run has a ``schedule``; or the scheduler is none that DeepSpeed knows.
@@ -262,6 +262,15 @@ def brought(config: DeepSpeedConfig, *, schedule: str | None) -> dict[str, Any]:
     block = values.get("scheduler")
     if block:
         found["schedule"] = _scheduler(config, block, schedule)
+    low = [values.get(name) or {} for name in ("fp16", "bf16")]
+    asked = [block.get("enabled", False) for block in low if isinstance(block, Mapping)]
+    if asked == [False, False]:  # silence is DeepSpeed's fp32
+        found["precision"] = Precision()
+    elif asked == [False, True]:
+        found["precision"] = Precision(params="bf16", compute="bf16")
+    elif asked == [True, False]:
+        scaling = _scaling(config, low[0], LossScaling())
+        found["precision"] = Precision(compute="fp16", loss_scaling=scaling)
     return found
 
 
@@ -391,16 +400,16 @@ def _precision(config: DeepSpeedConfig, values: dict[str, Any], job: Job) -> tup
 def _scaling(config: DeepSpeedConfig, fp16: Mapping[str, Any], recipe: LossScaling) -> LossScaling:
     """DeepSpeed's words for loss scaling, with its defaults, as ours."""
 
-    def said(name: str, default: float) -> float:
+    def read_number(name: str, default: float) -> float:
         value = fp16.get(name, default)
         return default if value == AUTO else float(value)
 
     there = LossScaling(
-        scale=said("loss_scale", 0) or None,
-        initial_scale=2.0 ** said("initial_scale_power", 16),
-        growth_interval=int(said("loss_scale_window", 1000)),
-        hysteresis=int(said("hysteresis", 2)),
-        min_scale=said("min_loss_scale", 1),
+        scale=read_number("loss_scale", 0) or None,
+        initial_scale=2.0 ** read_number("initial_scale_power", 16),
+        growth_interval=int(read_number("loss_scale_window", 1000)),
+        hysteresis=int(read_number("hysteresis", 2)),
+        min_scale=read_number("min_loss_scale", 1),
     )
     if recipe not in (LossScaling(), there):
         raise contradiction(config, ("fp16",), there, "precision.loss_scaling", recipe)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.state import load_model, materialise_slots
-from torsh_trainer.weights import take_values
+from torsh_trainer.tasks.weights import take_values
 from torsh_trainer_deepspeed.files import Files
 from torsh_trainer_deepspeed.own_state import gives_copies, put_whole, whole_parameters
 
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
         return FlatShard(name, self.shape, self.offset, self.within(whole))
 
 
-def replicated_pieces(zero: Any, rank: int) -> dict[int, Piece]:
+def find_replicated_pieces(zero: Any, rank: int) -> dict[int, Piece]:
     """Pieces by ``id(parameter)`` under stages 1 and 2: groups are flattened and cut evenly.
 
     DeepSpeed's own map of this (``_hp_mapping``) forgets that round_robin_gradients has put the
@@ -51,7 +51,7 @@ def replicated_pieces(zero: Any, rank: int) -> dict[int, Piece]:
     for index, group in enumerate(zero.optimizer.param_groups):
         (flat,) = group["params"]
         begin = rank * flat.numel()
-        for parameter, at in _laid_out(zero, index):
+        for parameter, at in _lay_out(zero, index):
             first = min(max(at, begin), begin + flat.numel())
             last = min(max(at + parameter.numel(), begin), begin + flat.numel())
             offset = min(max(begin - at, 0), parameter.numel())
@@ -61,7 +61,7 @@ def replicated_pieces(zero: Any, rank: int) -> dict[int, Piece]:
     return pieces
 
 
-def _laid_out(zero: Any, index: int) -> Iterable[tuple[nn.Parameter, int]]:
+def _lay_out(zero: Any, index: int) -> Iterable[tuple[nn.Parameter, int]]:
     """The parameters of a group, and where each begins in the flattened whole."""
     if hasattr(zero, "bf16_groups"):
         parameters = zero.bf16_groups[index]
@@ -71,19 +71,19 @@ def _laid_out(zero: Any, index: int) -> Iterable[tuple[nn.Parameter, int]]:
     return zip(parameters, zero.round_robin_bit16_offsets[index], strict=True)
 
 
-def partitioned_pieces(zero: Any, rank: int) -> dict[int, Piece]:
+def find_partitioned_pieces(zero: Any, rank: int) -> dict[int, Piece]:
     """Pieces by ``id(parameter)`` under stage 3: every parameter is cut evenly, and padded."""
     pieces = {}
     for group in zero.fp16_groups:
         for parameter in group:
             index, start, _ = zero.grad_position[zero.get_param_id(parameter)]
-            offset, numel = held(parameter, rank)
+            offset, numel = find_own_part(parameter, rank)
             flat = zero.fp32_partitioned_groups_flat[index]
             pieces[id(parameter)] = Piece(flat, start, offset, numel, tuple(parameter.ds_shape))
     return pieces
 
 
-def held(parameter: Any, rank: int) -> tuple[int, int]:
+def find_own_part(parameter: Any, rank: int) -> tuple[int, int]:
     """(offset, number of elements) that stage 3 keeps of ``parameter`` here, padding apart."""
     size = parameter.partition_numel()
     offset = min(rank * size, parameter.ds_numel)
@@ -131,16 +131,16 @@ class Shards:
         """
         given = self._model.state_dict(keep_vars=True)
         if gives_copies(self._model, given):
-            with whole_parameters(self._model, self._held_parts(), self._comm):
+            with whole_parameters(self._model, self._own_parts(), self._comm):
                 return dict(self._model.state_dict())
-        parts = {id(p): part for p, part in self._held_parts()}
+        parts = {id(p): part for p, part in self._own_parts()}
         state: dict[str, Any] = {}
         for name, value in given.items():
             part = parts.get(id(value), value)
             state[name] = part._replace(name=name) if isinstance(part, FlatShard) else part
         return state
 
-    def _held_parts(self) -> list[tuple[nn.Parameter, Tensor | FlatShard]]:
+    def _own_parts(self) -> list[tuple[nn.Parameter, Tensor | FlatShard]]:
         """Every parameter, and what this rank holds of its values as a checkpoint has them."""
         wholes = {id(flat): self._files.whole(flat, of=flat) for flat, _ in self._partitions()}
         found: list[tuple[nn.Parameter, Tensor | FlatShard]] = []
@@ -161,10 +161,10 @@ class Shards:
                 whole = self._files.whole(value, of=flat)
                 for name in names:
                     slot = _slot(name, self._by_name[name], key, whole, shape)
-                    state[name][self._said(key)] = slot
+                    state[name][self._slot_word(key)] = slot
         return {name: slots for name, slots in state.items() if slots}
 
-    def _said(self, slot: str) -> str:
+    def _slot_word(self, slot: str) -> str:
         return _WORDS.get(type(self._inner).__name__, {}).get(slot, slot)
 
     def materialise(self) -> None:
@@ -173,7 +173,7 @@ class Shards:
         self._create([flat for flat in flats if not self._files.hold(flat)])
         for flat in flats:  # which are never in memory all at once
             if self._files.hold(flat) and not self._inner.state.get(flat):
-                with self._files.swapped_in(flat):
+                with self._files.swap_in(flat):
                     self._create([flat])
 
     def _create(self, chosen: list[Tensor]) -> None:
@@ -212,7 +212,7 @@ class Shards:
     def _load_model(self, source: Mapping[str, Any]) -> None:
         given = self._model.state_dict(keep_vars=True)
         if gives_copies(self._model, given):
-            parts = self._held_parts()
+            parts = self._own_parts()
             with whole_parameters(self._model, parts, self._comm):
                 load_model(self._model, source)
                 values = [p.detach() for p, _ in parts]
@@ -246,7 +246,7 @@ class Shards:
             raise _unequal(there[0], odd, "one has optimizer state and the other none")
         state = self._inner.state[flat]
         for key, value in list(state.items()):
-            saved = [slots[name][self._said(key)] for name in names]
+            saved = [slots[name][self._slot_word(key)] for name in names]
             if all(isinstance(one, FlatShard) for one in saved):
                 whole = self._files.whole(value, of=flat)
                 for name, one in zip(names, saved, strict=True):

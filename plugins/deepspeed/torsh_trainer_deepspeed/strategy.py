@@ -16,22 +16,22 @@ from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import NoCompression
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.optim.precision import DTYPES, Precision
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
-from torsh_trainer.strategies.native import DTYPES
-from torsh_trainer.world import World
 from torsh_trainer_deepspeed import library, needs, operators
 from torsh_trainer_deepspeed.config import DeepSpeedConfig, leaves
 from torsh_trainer_deepspeed.engine import DeepSpeedEngine, ZeroEngine, without_state
 from torsh_trainer_deepspeed.recipe import (
     OPTIMIZER,
-    Told,
-    brought,
+    ConfigPlan,
     check_optimizer,
     contradiction,
     in_files,
-    told,
+    plan_config,
+    read_run_values,
 )
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,10 @@ class DeepSpeed(Strategy):
         return Mesh.data_parallel(world)
 
     def brings(self, *, schedule: str | None) -> Mapping[str, Any]:
-        return brought(self._read(), schedule=schedule)
+        found = read_run_values(self._read(), schedule=schedule)
+        if self.config is None and found.get("precision") == Precision():
+            del found["precision"]  # no file is silent
+        return found
 
     def settings(self) -> DeepSpeedConfig:
         """The file, or an empty one, with the knobs in it.
@@ -177,6 +180,9 @@ class DeepSpeed(Strategy):
                 found.append((knob.name, (knob.name, *below), value, is_default))
         return found
 
+    def cannot_compile(self) -> str:
+        return "DeepSpeed gathers weights at stage 3" if self.settings().stage == 3 else ""
+
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         config = self.settings()
         if not isinstance(job.compression, NoCompression):
@@ -196,10 +202,10 @@ class DeepSpeed(Strategy):
         modules.refuse_sparse(model, "strategy=deepspeed", use="use strategy=ddp")
         modules.refuse_kinds(model, self)
         self._check_parameters(model, job, comm, stage)
-        plan = told(config, job, model, device=comm.device.type)
-        needs.check_fp16(plan.values, config.blamed("fp16 is not supported"))
+        plan = plan_config(config, job, model, device=comm.device.type)
+        needs.check_fp16(plan.values, config.find_blamed("fp16 is not supported"))
         if plan.offloads and OPTIMIZER not in plan.swaps:
-            library.check_memory(trained_elements(model), comm.world, library.available_bytes())
+            library.check_memory(count_trained(model), comm.world, library.available_bytes())
         if comm.world.size > 1:
             self._check_hooks(model, plan)
         job = replace(job, precision=plan.precision)
@@ -221,7 +227,7 @@ class DeepSpeed(Strategy):
         for tensor in tensors:
             tensor.data = tensor.data.contiguous()
 
-    def _check_hooks(self, model: nn.Module, plan: Told) -> None:
+    def _check_hooks(self, model: nn.Module, plan: ConfigPlan) -> None:
         """Raises Unsupported for a hook that would see a gradient times the number of ranks."""
         sums = plan.values.get("gradient_allreduce_op") == "sum"
         unscales = plan.stage > 1 or (plan.stage == 1 and not plan.half)
@@ -234,7 +240,7 @@ class DeepSpeed(Strategy):
                     use="take these out of the file",
                 )
 
-    def _check_ema(self, job: Job, plan: Told) -> None:
+    def _check_ema(self, job: Job, plan: ConfigPlan) -> None:
         if job.ema_decay is not None and (plan.stage == 3 or (plan.half and plan.stage)):
             raise self.refuse(
                 "trainer.ema_decay where parameters are cut or rounded",
@@ -242,7 +248,7 @@ class DeepSpeed(Strategy):
             )
 
     def _optimizers(
-        self, job: Job, model: nn.Module, config: DeepSpeedConfig, plan: Told
+        self, job: Job, model: nn.Module, config: DeepSpeedConfig, plan: ConfigPlan
     ) -> dict[str, Optimizer]:
         optimizers = dict(job.build_optimizers(model.named_parameters()))
         if len(optimizers) > 1:
@@ -280,7 +286,7 @@ class DeepSpeed(Strategy):
                 use="freeze them (trainer.frozen), or use strategy.stage=0 or strategy=ddp",
             )
 
-    def _inner(self, optimizer: Optimizer, plan: Told, comm: Communicator) -> Optimizer:
+    def _inner(self, optimizer: Optimizer, plan: ConfigPlan, comm: Communicator) -> Optimizer:
         """What DeepSpeed steps: a twin of the recipe's, or its own with the same settings."""
         own = self._own(optimizer, plan)
         if own is None:
@@ -293,8 +299,7 @@ class DeepSpeed(Strategy):
         groups = [
             {key: group[key] for key in wanted if key in group} for group in optimizer.param_groups
         ]
-        if own != "fused_adam" or comm.device.type == "cpu":
-            operators.compile_operators([own], comm)
+        operators.compile_operators([own], comm)
         decoupled = type(optimizer).__name__ == "AdamW"
         made: Optimizer
         if own == "cpu_adagrad":
@@ -305,7 +310,7 @@ class DeepSpeed(Strategy):
             made = FusedAdam(groups, adam_w_mode=decoupled)
         return made
 
-    def _own(self, optimizer: Optimizer, plan: Told) -> OwnOptimizer | None:
+    def _own(self, optimizer: Optimizer, plan: ConfigPlan) -> OwnOptimizer | None:
         """The optimizer of DeepSpeed's that steps for the recipe's; None: the recipe's own does.
 
         Raises:
@@ -337,22 +342,22 @@ class DeepSpeed(Strategy):
         job: Job,
         comm: Communicator,
         config: DeepSpeedConfig,
-        plan: Told,
+        plan: ConfigPlan,
         model: nn.Module,
         optimizers: dict[str, Optimizer],
     ) -> DeepSpeedEngine:
         masters = _masters(model) if plan.stage and plan.half else {}
         module = _computing(model, plan)
-        modules.compiled(job, [module])
+        modules.compile_modules(job, [module])
         (optimizer,) = optimizers.values()
         inner = self._inner(optimizer, plan, comm)
         zero = plan.values["zero_optimization"]
-        folders = needs.prepared(plan.swaps, config, zero, model, optimizer, comm)
+        folders = needs.prepare_swaps(plan.swaps, config, zero, model, optimizer, comm)
         with contextlib.ExitStack() as undoing:
             for folder in folders:
                 undoing.callback(folder.remove)
             with library.putting_back() as theirs:
-                wrapped = _initialized(deepspeed, module, inner, config, plan, comm)
+                wrapped = _initialize(deepspeed, module, inner, config, plan, comm)
             common: dict[str, Any] = {
                 "model": model,
                 "optimizers": optimizers,
@@ -371,7 +376,7 @@ _BEYOND = ("amsgrad", "lr_decay", "initial_accumulator_value", "maximize")
 """Settings that DeepSpeed's own optimizers do not have."""
 
 
-def trained_elements(model: nn.Module) -> int:
+def count_trained(model: nn.Module) -> int:
     """Elements that train."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
@@ -458,7 +463,7 @@ class _Autocast(nn.Module):
             return self.module(*args, **kwargs)
 
 
-def _computing(model: nn.Module, plan: Told) -> nn.Module:
+def _computing(model: nn.Module, plan: ConfigPlan) -> nn.Module:
     """What DeepSpeed wraps, in the precision of the plan."""
     dtype = DTYPES[plan.precision.compute]
     if plan.half:
@@ -469,12 +474,12 @@ def _computing(model: nn.Module, plan: Told) -> nn.Module:
     return model
 
 
-def _initialized(
+def _initialize(
     deepspeed: Any,
     module: nn.Module,
     optimizer: Optimizer,
     config: DeepSpeedConfig,
-    plan: Told,
+    plan: ConfigPlan,
     comm: Communicator,
 ) -> Any:
     """DeepSpeed's engine.
@@ -505,7 +510,7 @@ def _initialized(
             )
     except refusals as error:
         message = " ".join(str(error).partition("For further information")[0].split())
-        place = config.blamed(message)
+        place = config.find_blamed(message)
         raise ConfigError(
             f"DeepSpeed refuses the configuration: {place + ': ' if place else ''}{message}",
             fix="change that, or leave it out",

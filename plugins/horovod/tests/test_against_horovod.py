@@ -15,18 +15,18 @@ from torsh_trainer_horovod.strategy import Horovod
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.testing import cases
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import RankFailure, RankPool, shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import RankFailure, RankPool, shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import TinyData, TinyModelOptions, TinyTask, total_weight
 
 
-def script(comm: Any, scenario: Scenario, options: dict[str, Any]) -> Outcome:
+def script(comm: Any, scenario: Scenario, options: dict[str, Any]) -> TrainingOutcome:
     """A script of plain Horovod, run."""
     with runtime.start(comm, {}) as hvd:
         return written(comm, hvd, scenario, dict(options))
 
 
-def written(comm: Any, hvd: Any, scenario: Scenario, options: dict[str, Any]) -> Outcome:
+def written(comm: Any, hvd: Any, scenario: Scenario, options: dict[str, Any]) -> TrainingOutcome:
     """What a user of Horovod writes."""
     for name, known in (("op", hvd), ("compression", hvd.Compression)):
         if name in options:
@@ -41,7 +41,7 @@ def written(comm: Any, hvd: Any, scenario: Scenario, options: dict[str, Any]) ->
         backward_passes_per_step=scenario.data.accumulate,
         **options,
     )
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(scenario.data.steps):
         losses: list[float | None] = []
         optimizer.zero_grad()
@@ -69,7 +69,7 @@ def written(comm: Any, hvd: Any, scenario: Scenario, options: dict[str, Any]) ->
 )
 def test_three_steps_are_those_of_a_script_of_plain_horovod(knobs, options, optimizer):
     scenario = Scenario(optimizer=optimizer, data=TinyData(accumulate=2))
-    ranks = shared(2)
+    ranks = shared_pool(2)
     # A script does not divide by its backward passes: Horovod adds them up.
     ours = ranks.run(cases.train, Horovod(backward_passes_per_step=2, **knobs), scenario)
     theirs = ranks.run(script, scenario, options)
@@ -80,8 +80,8 @@ def test_three_steps_are_those_of_a_script_of_plain_horovod(knobs, options, opti
 
 def test_and_it_would_show_if_they_were_averaged():
     scenario = Scenario(data=TinyData(accumulate=2))
-    ours, *_ = shared(2).run(cases.train, Horovod(), scenario)
-    theirs, *_ = shared(2).run(script, scenario, {})
+    ours, *_ = shared_pool(2).run(cases.train, Horovod(), scenario)
+    theirs, *_ = shared_pool(2).run(script, scenario, {})
     assert ours.losses[0] == theirs.losses[0]
     assert ours.losses[1] != theirs.losses[1]
 
@@ -110,9 +110,9 @@ def rounded(scenario: Scenario, ranks: int) -> dict[str, Any]:
 def test_fp16_rounds_each_ranks_gradient_and_the_sum_and_nothing_else():
     scenario = Scenario(data=TinyData(tokens=True))
     expected = rounded(scenario, 2)
-    for outcome in shared(2).run(cases.train, Horovod(compression="fp16"), scenario):
+    for outcome in shared_pool(2).run(cases.train, Horovod(compression="fp16"), scenario):
         same_tensors(outcome.parameters, expected, FP32.parameters, "parameters")
-    exact, *_ = shared(2).run(cases.train, Horovod(), scenario)
+    exact, *_ = shared_pool(2).run(cases.train, Horovod(), scenario)
     with pytest.raises(AssertionError, match="parameters"):
         same_tensors(exact.parameters, expected, FP32.parameters, "parameters")
 
@@ -120,8 +120,8 @@ def test_fp16_rounds_each_ranks_gradient_and_the_sum_and_nothing_else():
 def test_reducing_in_fp16_is_the_same_thing():
     scenario = Scenario(data=TinyData(tokens=True))
     precision = type(scenario.precision)(reduce="fp16")
-    first, *_ = shared(2).run(cases.train, Horovod(compression="fp16"), scenario)
-    second, *_ = shared(2).run(
+    first, *_ = shared_pool(2).run(cases.train, Horovod(compression="fp16"), scenario)
+    second, *_ = shared_pool(2).run(
         cases.train, Horovod(), Scenario(data=scenario.data, precision=precision)
     )
     same_tensors(first.parameters, second.parameters, 0.0, "parameters")
@@ -161,9 +161,9 @@ class StubbornTask(TinyTask):
         return {"main": Stubborn([p for _, p in named_parameters], lr=0.5, factor=0.25)}
 
 
-def of_task(comm: Any, strategy: Any, task: type[TinyTask], data: TinyData) -> Outcome:
+def of_task(comm: Any, strategy: Any, task: type[TinyTask], data: TinyData) -> TrainingOutcome:
     driver = cases.Driver(comm, strategy, Scenario(data=data), task=task())
-    outcome = Outcome()
+    outcome = TrainingOutcome()
     for number in range(data.steps):
         driver.step(number, outcome)
     return driver.finish(outcome)
@@ -180,8 +180,8 @@ def of_task(comm: Any, strategy: Any, task: type[TinyTask], data: TinyData) -> O
 )
 def test_sparse_gradients_and_optimizers_of_ones_own_give_what_ddp_gives(task, knobs):
     data = TinyData(tokens=True)
-    theirs = shared(2).run(of_task, DDP(), task, data)
-    ours = shared(2).run(of_task, Horovod(**knobs), task, data)
+    theirs = shared_pool(2).run(of_task, DDP(), task, data)
+    ours = shared_pool(2).run(of_task, Horovod(**knobs), task, data)
     for mine, plain in zip(ours, theirs, strict=True):
         same_tensors(mine.parameters, plain.parameters, FP32.parameters, "parameters")
 
@@ -189,8 +189,8 @@ def test_sparse_gradients_and_optimizers_of_ones_own_give_what_ddp_gives(task, k
 def test_groups_of_names_give_what_no_groups_give():
     scenario = Scenario(optimizer="two")
     groups = (("head.weight", "norm.weight"), ("embedding.weight", "head.bias"))
-    plain, *_ = shared(2).run(cases.train, Horovod(), scenario)
-    for outcome in shared(2).run(cases.train, Horovod(groups=groups), scenario):
+    plain, *_ = shared_pool(2).run(cases.train, Horovod(), scenario)
+    for outcome in shared_pool(2).run(cases.train, Horovod(groups=groups), scenario):
         same_tensors(outcome.parameters, plain.parameters, FP32.parameters, "parameters")
 
 
@@ -222,9 +222,9 @@ class WanderingTask(TinyTask):
 
 @pytest.mark.parametrize("shared_buffers", [True, False])
 def test_a_buffer_that_training_reads_is_rank_0s_unless_one_says_otherwise(shared_buffers):
-    theirs, *_ = shared(2).run(of_task, DDP(), WanderingTask, TinyData())
+    theirs, *_ = shared_pool(2).run(of_task, DDP(), WanderingTask, TinyData())
     knobs = Horovod(broadcast_buffers=shared_buffers)
-    ours, *_ = shared(2).run(of_task, knobs, WanderingTask, TinyData())
+    ours, *_ = shared_pool(2).run(of_task, knobs, WanderingTask, TinyData())
     apart = (ours.parameters["head.weight"] - theirs.parameters["head.weight"]).abs().max()
     assert (float(apart) < 1e-6) == shared_buffers
 
@@ -243,13 +243,13 @@ def test_a_parameter_without_a_gradient_is_named():
 
 
 def left_alone(comm: Any) -> None:
-    """Rank 1 is gone when rank 0 wants to reduce the gradients of the second step."""
+    """Rank 1 is gone when rank 0 wants to reduce the gradients of the third step."""
     driver = cases.Driver(comm, Horovod(broadcast_buffers=False), Scenario())
     total = total_weight(driver.scenario.data.step(0, 2))
-    for _ in range(2):
+    for step in range(3):
         driver.engine.zero_grad()
         driver.engine.forward_backward(driver.micro_batches(0), total, driver.task)
-        if comm.world.rank == 1:
+        if comm.world.rank == 1 and step == 1:
             os._exit(7)
 
 

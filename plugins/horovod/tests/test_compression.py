@@ -28,9 +28,9 @@ from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import Leg, SentenceTask, live, saving
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.trainer import Trainer
 
 METHODS = {
     "fp16": FP16(memory="residual"),
@@ -76,9 +76,9 @@ def test_a_compressed_run_is_that_over_gloo_and_goes_on_there(name, tmp_path):
     none = CheckpointOptions(dir=None, at_end=False, resume="never")
     few = 0.0005  # MiB: several buckets
     ours, theirs = Horovod(fusion_threshold_mb=few), Gloo(bucket_cap_mb=few)
-    plain = shared(2).run(run, trainer(theirs, METHODS[name], none), tmp_path)
-    first = shared(2).run(run, trainer(ours, METHODS[name], saving(tmp_path)), tmp_path, 3)
-    second = shared(2).run(run, trainer(theirs, METHODS[name], saving(tmp_path)), tmp_path)
+    plain = shared_pool(2).run(run, trainer(theirs, METHODS[name], none), tmp_path)
+    first = shared_pool(2).run(run, trainer(ours, METHODS[name], saving(tmp_path)), tmp_path, 3)
+    second = shared_pool(2).run(run, trainer(theirs, METHODS[name], saving(tmp_path)), tmp_path)
     for expected, before, after in zip(plain, first, second, strict=True):
         before.follow(after)
         assert before.losses == expected.losses
@@ -88,7 +88,7 @@ def test_a_compressed_run_is_that_over_gloo_and_goes_on_there(name, tmp_path):
 def test_and_it_would_show_if_nothing_were_compressed(tmp_path):
     none = CheckpointOptions(dir=None, at_end=False, resume="never")
     legs = [
-        shared(2).run(run, trainer(Horovod(), compression, none), tmp_path)[0]
+        shared_pool(2).run(run, trainer(Horovod(), compression, none), tmp_path)[0]
         for compression in (TopK(0.1), NoCompression())
     ]
     assert legs[0].losses[1] == legs[1].losses[1]

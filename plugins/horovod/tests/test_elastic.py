@@ -15,11 +15,11 @@ from torsh_trainer_horovod.strategy import Horovod
 
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.comm.compression import TopK
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import BatchPlan, Job
 from torsh_trainer.testing.ranks import RankPool
 from torsh_trainer.testing.tiny import TinyTask
-from torsh_trainer.world import World
 
 LIMIT_S = 240
 PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}

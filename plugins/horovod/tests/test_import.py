@@ -9,11 +9,11 @@ import pytest
 import torch
 from torsh_trainer_horovod import runtime
 
-from torsh_trainer.checkpoint.door.importing import Import, import_file
+from torsh_trainer.checkpoint.cli.importing import Import, import_file
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.testing import cases
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyData
 
@@ -49,7 +49,7 @@ def trained(hvd: Any, file: Path) -> tuple[list[float], dict[str, torch.Tensor]]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, list[Any]]:
     file = tmp_path_factory.mktemp("script") / "checkpoint-1.pt"
-    return file, shared(2).run(script, file)
+    return file, shared_pool(2).run(script, file)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_native_run_goes_on_as_the_script_does(strategy, saved, order, tmp_pat
     path, notes = import_file(wanted)
     assert path.name == f"step-{BEFORE:08d}"
     assert notes[0].startswith("torch: ")
-    outcomes = shared(2).run(cases.go_on, strategy, SCENARIO, path, BEFORE)
+    outcomes = shared_pool(2).run(cases.go_on, strategy, SCENARIO, path, BEFORE)
     for rank, (outcome, (losses, ended)) in enumerate(zip(outcomes, told, strict=True)):
         assert [step[rank][0] for step in outcome.losses] == pytest.approx(losses, rel=1e-6)
         for name, expected in ended.items():

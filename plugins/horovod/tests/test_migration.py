@@ -18,7 +18,7 @@ import pytest
 from torsh_trainer_horovod import runtime
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrate" / "horovod.md"
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -62,7 +62,7 @@ def done(tmp_path_factory) -> Done:
         (folder / name).write_text(text)
     words = shlex.split((folder / "run.sh").read_text())
     arguments = words[words.index("train.py") + 1 :]
-    said, *_ = shared(2).run(under_horovod, folder, arguments, timeout_s=LIMIT_S)
+    said, *_ = shared_pool(2).run(under_horovod, folder, arguments, timeout_s=LIMIT_S)
     found = []
     env = {**os.environ, "COLUMNS": "400"}
     lines = "".join(COMMANDS.findall(page)).replace("\\\n", " ")

@@ -16,8 +16,8 @@ from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
 from torsh_trainer.strategies.base import Clip
 from torsh_trainer.testing import cases
 from torsh_trainer.testing.compare import FP32, same_tensors
-from torsh_trainer.testing.ranks import RankPool, shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import RankPool, shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.tiny import TinyData
 
 MPI = CommOptions(backend="mpi", timeout_s=60.0, startup_timeout_s=60.0)
@@ -26,10 +26,10 @@ ADASUM = Horovod(op="adasum")
 
 
 def on_mpi(world_size: int) -> RankPool:
-    return shared(world_size, options=MPI)
+    return shared_pool(world_size, options=MPI)
 
 
-def trained(comm: Any, knobs: Horovod, scenario: Scenario) -> tuple[Outcome, bool, bool]:
+def trained(comm: Any, knobs: Horovod, scenario: Scenario) -> tuple[TrainingOutcome, bool, bool]:
     """A training, and whether Horovod ran on MPI in it, and runs afterwards."""
     import horovod.torch as hvd
 
@@ -39,7 +39,7 @@ def trained(comm: Any, knobs: Horovod, scenario: Scenario) -> tuple[Outcome, boo
 
 
 def test_on_mpi_it_trains_as_over_gloo_and_ends_with_its_engine():
-    (plain, over_mpi, _), *_ = shared(2).run(trained, Horovod(), SCENARIO)
+    (plain, over_mpi, _), *_ = shared_pool(2).run(trained, Horovod(), SCENARIO)
     assert not over_mpi
     for outcome, over_mpi, running in on_mpi(2).run(trained, Horovod(), SCENARIO):
         assert over_mpi
@@ -95,7 +95,7 @@ def test_adasum_is_its_formula(ranks):
     expected = combined(SCENARIO, ranks)
     for outcome in on_mpi(ranks).run(cases.train, ADASUM, SCENARIO):
         same_tensors(outcome.parameters, expected, FP32.parameters, "parameters")
-    mean, *_ = shared(ranks).run(cases.train, Horovod(), SCENARIO)
+    mean, *_ = shared_pool(ranks).run(cases.train, Horovod(), SCENARIO)
     with pytest.raises(AssertionError, match="parameters"):
         same_tensors(mean.parameters, expected, FP32.parameters, "parameters")
 
@@ -158,9 +158,9 @@ def test_what_needs_everybodys_gradient_or_one_state_is_refused(scenario, words)
 
 
 def test_adasum_without_mpi_names_what_it_needs():
-    for said in shared(2).run(refused, SCENARIO):
+    for said in shared_pool(2).run(refused, SCENARIO):
         assert said.endswith("Horovod has it on MPI; add launcher=mpi comm=mpi")
-    for said in shared(2).run(lambda comm: refused(comm, SCENARIO, built=False)):
+    for said in shared_pool(2).run(lambda comm: refused(comm, SCENARIO, built=False)):
         assert said.endswith("python -m torsh_trainer_horovod.build --mpi")
 
 

@@ -21,9 +21,9 @@ from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import SentenceTask, live, saving
-from torsh_trainer.trainer import Trainer
+from torsh_trainer.training.trainer import Trainer
 
 STEPS = 7
 # Sums of at most 4 micro-batches in another order, carried through 7 steps; Adam divides a gradient
@@ -85,7 +85,7 @@ def travel(
     for number, (name, size, until) in enumerate(legs):
         # The check after a load would end a run whose state is spoilt before that shows.
         made = trainer(STRATEGIES[name], optimizer, saving(folder, check_loaded=change is None))
-        ranks = shared(size).run(leg, made, folder, until, change if number else None)
+        ranks = shared_pool(size).run(leg, made, folder, until, change if number else None)
         for rank in ranks:
             whole["losses"].update(rank["losses"])
             whole["norms"].update(rank["norms"])
@@ -124,14 +124,14 @@ def test_a_run_goes_on_as_if_nothing_had_happened(legs, optimizer, plain, tmp_pa
             assert float(apart) <= BOUNDS[optimizer], name
 
 
-def without_optimizer_state(rank: Any) -> None:
-    load = rank.engine.load_state_dict
+def without_optimizer_state(parts: Any) -> None:
+    load = parts.engine.load_state_dict
 
     def meddled(state: Any) -> None:
         main = state["optimizer"]["main"]
         load({**state, "optimizer": {"main": {**main, "state": {}}}})
 
-    rank.engine.load_state_dict = meddled
+    parts.engine.load_state_dict = meddled
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

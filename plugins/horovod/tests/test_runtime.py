@@ -13,11 +13,11 @@ import torch
 from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.strategy import Horovod
 
+from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.testing import cases
-from torsh_trainer.testing.ranks import RankPool, shared
-from torsh_trainer.testing.reference import Outcome, Scenario
-from torsh_trainer.world import Rendezvous, World
+from torsh_trainer.testing.ranks import RankPool, shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 
 
 def test_knobs_become_horovods_variables_and_those_left_alone_none():
@@ -54,7 +54,7 @@ def started(comm: Any, *settings: dict[str, str]) -> list[Any]:
 
 def test_other_settings_start_it_anew_and_the_environment_is_as_before():
     cache = [{"HOROVOD_CACHE_CAPACITY": str(size)} for size in (0, 16, 16, 0)]
-    for rank, answers in enumerate(shared(2).run(started, *cache, {})):
+    for rank, answers in enumerate(shared_pool(2).run(started, *cache, {})):
         assert answers == [([1.0, 1.0], [], rank, 1)] * 5
 
 
@@ -86,7 +86,7 @@ def lives(comm: Any, knobs: Horovod, left_open: bool) -> tuple[list[bool], list[
     runs, outcomes = [], []
     for _ in range(2):
         driver = cases.Driver(comm, knobs, Scenario())
-        outcome = Outcome()
+        outcome = TrainingOutcome()
         driver.step(0, outcome)
         runs.append(hvd.is_initialized())
         parameter = next(driver.engine.model.parameters())
@@ -103,7 +103,7 @@ def lives(comm: Any, knobs: Horovod, left_open: bool) -> tuple[list[bool], list[
 
 @pytest.mark.parametrize("left_open", [False, True], ids=["closed", "collected"])
 def test_it_ends_with_its_last_engine_and_trains_again(left_open):
-    for runs, (first, second) in shared(2).run(lives, Horovod(), left_open):
+    for runs, (first, second) in shared_pool(2).run(lives, Horovod(), left_open):
         assert runs == [True, False] * 2
         assert first == second
 
@@ -124,7 +124,7 @@ def used_by_two(comm: Any, knobs: Horovod) -> list[bool]:
     first.engine.close()
     first.engine.close()
     runs.append(hvd.is_initialized())
-    second.step(0, Outcome())
+    second.step(0, TrainingOutcome())
     second.engine.close()
     runs.append(hvd.is_initialized())
     return runs
@@ -132,7 +132,7 @@ def used_by_two(comm: Any, knobs: Horovod) -> list[bool]:
 
 def test_the_first_of_two_engines_leaves_it_to_the_second():
     knobs = Horovod(fusion_threshold_mb=64, cycle_time_ms=1)  # 1 ms is what Horovod does anyway
-    assert shared(2).run(used_by_two, knobs) == [[True, False]] * 2
+    assert shared_pool(2).run(used_by_two, knobs) == [[True, False]] * 2
 
 
 def closed_by_one(comm: Any) -> list[Any]:
@@ -144,7 +144,7 @@ def closed_by_one(comm: Any) -> list[Any]:
 
 
 def test_ranks_that_do_not_agree_whether_it_runs_start_it_anew():
-    for rank, answers in enumerate(shared(2).run(closed_by_one)):
+    for rank, answers in enumerate(shared_pool(2).run(closed_by_one)):
         assert answers == [([1.0, 1.0], [], rank, 1)] * 2
 
 
@@ -186,7 +186,7 @@ def by_a_script(comm: Any, some: bool) -> tuple[list[float], bool, str]:
 
 
 def test_one_that_runs_already_is_taken_as_it_is_and_left_running():
-    plain, *_ = shared(2).run(cases.train, Horovod(), Scenario())
+    plain, *_ = shared_pool(2).run(cases.train, Horovod(), Scenario())
     for some, said in ((False, ""), (True, "has started Horovod on rank 0 and not on rank 1")):
         with RankPool(2) as ranks:
             for norms, running, words in ranks.run(by_a_script, some):
@@ -266,20 +266,20 @@ def asked_for_a_process_set(comm: Any, ranks: tuple[int, ...]) -> str:
 
 
 def test_a_process_set_of_some_ranks_is_refused_and_one_of_all_is_what_there_is_anyway():
-    for words in shared(2).run(asked_for_a_process_set, (1,)):
+    for words in shared_pool(2).run(asked_for_a_process_set, (1,)):
         assert "cannot honour process_set=[1] of 2 processes: rank 0 would" in words
-    assert shared(2).run(asked_for_a_process_set, (1, 0)) == ["", ""]
+    assert shared_pool(2).run(asked_for_a_process_set, (1, 0)) == ["", ""]
 
 
 def summed_by_one(comm: Any) -> list[float]:
     """What a task may do with a process set of its own, beside the engine."""
     driver = cases.Driver(comm, Horovod(dynamic_process_sets=True), Scenario())
-    driver.step(0, Outcome())
+    driver.step(0, TrainingOutcome())
     import horovod.torch as hvd
 
     mine = [hvd.add_process_set([rank]) for rank in range(2)][comm.world.rank]
     total = hvd.allreduce(torch.ones(1), op=hvd.Sum, name="own", process_set=mine).tolist()
-    driver.step(1, Outcome())
+    driver.step(1, TrainingOutcome())
     driver.engine.close()
     return total
 
@@ -298,6 +298,6 @@ def asked_for_a_group_that_is_not_there(comm: Any) -> str:
 
 
 def test_a_group_of_an_unknown_parameter_offers_the_nearest():
-    (words,) = shared(1).run(asked_for_a_group_that_is_not_there)
+    (words,) = shared_pool(1).run(asked_for_a_group_that_is_not_there)
     assert "strategy.groups names 'head.wait'" in words
     assert "'head.weight'" in words

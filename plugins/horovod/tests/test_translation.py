@@ -24,24 +24,24 @@ from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.original import Epochs, Original
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job
 from torsh_trainer.strategies.ddp import DDP
-from torsh_trainer.testing.ranks import shared
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.trial import (
     FP32_BOUND,
     SAMPLES,
-    Curve,
-    Run,
+    RankTrace,
+    TrialRun,
     beyond,
-    drawn,
+    draw_weights,
     furthest,
     loss_apart,
+    measure_moves,
     micro_batches,
-    moved,
     run_of,
-    trained,
+    train_curve,
 )
 from torsh_trainer.translate.horovod import rules_script, settings
 from torsh_trainer.translate.horovod.job import Options
@@ -92,32 +92,32 @@ def scheduled(scheduler: str, *, interval: str = "each_step", optimizer: str = S
     return script(optimizer, after=made, **{interval: "scheduler.step()"})
 
 
-def native(plan: Plan) -> Run:
+def native(plan: Plan) -> TrialRun:
     return run_of(plan, CONF, accumulate=plan.values["trainer.accumulate"])
 
 
-def planned(path: Path, text: str, ranks: int) -> tuple[Plan, Run]:
+def planned(path: Path, text: str, ranks: int) -> tuple[Plan, TrialRun]:
     """The translation of a script, and what is told to the original."""
     path.write_text(text)
     plan = translate(path, Options(world_size=ranks))
     assert plan.counts["refused"] == 0, plan.findings
     said = original(path, Options(world_size=ranks))
     epochs = Epochs() if said.get("interval") == "epoch" else None
-    return plan, Run(Original(config=said), said["passes"], schedule=epochs)
+    return plan, TrialRun(Original(config=said), said["passes"], schedule=epochs)
 
 
 def both(
     path: Path, text: str, ranks: int, *, strategy: dict[str, Any] | None = None, **other: Any
-) -> tuple[list[Curve], list[Curve]]:
+) -> tuple[list[RankTrace], list[RankTrace]]:
     """The translation, with ``other`` settings where a test spoils it, and the original."""
     plan, theirs = planned(path, text, ranks)
     run = native(plan)
     if strategy is not None:
         run = replace(run, strategy=replace(run.strategy, **strategy))
     task = {"task": other["task"]} if "task" in other else {}
-    pool = shared(ranks)
-    mine: list[Curve] = pool.run(trained, replace(run, **other), timeout_s=START_S)
-    others: list[Curve] = pool.run(trained, replace(theirs, **task), timeout_s=START_S)
+    pool = shared_pool(ranks)
+    mine: list[RankTrace] = pool.run(train_curve, replace(run, **other), timeout_s=START_S)
+    others: list[RankTrace] = pool.run(train_curve, replace(theirs, **task), timeout_s=START_S)
     return mine, others
 
 
@@ -147,7 +147,7 @@ JOBS: dict[str, str] = {
 }
 
 
-def assert_the_same_bits(mine: list[Curve], theirs: list[Curve]) -> None:
+def assert_the_same_bits(mine: list[RankTrace], theirs: list[RankTrace]) -> None:
     for one, other in zip(mine, theirs, strict=True):
         assert one.losses == other.losses
         assert furthest(one, other) == 0.0
@@ -201,10 +201,10 @@ def test_a_rule_that_is_switched_off_is_seen(tmp_path, control):
     assert furthest(mine, theirs) > 1e-6
 
 
-def running_means(comm: Communicator, run: Run) -> torch.Tensor:
+def running_means(comm: Communicator, run: TrialRun) -> torch.Tensor:
     """This rank's BatchNorm after a step and a forward."""
     task = run.task(run.optimizer)
-    job = Job(task, partial(drawn, task), BatchPlan(SAMPLES * 2, SAMPLES, 1, 2))
+    job = Job(task, partial(draw_weights, task), BatchPlan(SAMPLES * 2, SAMPLES, 1, 2))
     engine = run.strategy.prepare(job, comm)
     for step in range(2):
         engine.zero_grad()
@@ -218,12 +218,12 @@ def running_means(comm: Communicator, run: Run) -> torch.Tensor:
 @proves("start.buffers")
 def test_every_process_keeps_its_own_buffers():
     sgd = OptimizerSpec.from_config({"_target_": "torch.optim.SGD", "lr": 0.1})
-    own = Run(DDP(find_unused_parameters=True, broadcast_buffers=False), 1, optimizer=sgd)
-    shares = Run(DDP(find_unused_parameters=True), 1, optimizer=sgd)
+    own = TrialRun(DDP(find_unused_parameters=True, broadcast_buffers=False), 1, optimizer=sgd)
+    shares = TrialRun(DDP(find_unused_parameters=True), 1, optimizer=sgd)
     config = {"optimizer": {"class": "SGD", "options": {"lr": 0.1}}}
     theirs, mine, spoilt = (
-        shared(2).run(running_means, run, timeout_s=START_S)
-        for run in (Run(Original(config=config), 1), own, shares)
+        shared_pool(2).run(running_means, run, timeout_s=START_S)
+        for run in (TrialRun(Original(config=config), 1), own, shares)
     )
     for rank in (0, 1):
         assert torch.equal(theirs[rank], mine[rank])
@@ -259,7 +259,7 @@ def seeded(comm: Communicator, case: Callable[[Communicator], bool]) -> bool:
 
 @proves("start.parameters")
 def test_every_process_begins_with_the_parameters_and_buffers_of_rank_0():
-    assert shared(2).run(seeded, broadcast, timeout_s=START_S) == [True, True]
+    assert shared_pool(2).run(seeded, broadcast, timeout_s=START_S) == [True, True]
 
 
 # -- optimizers ------------------------------------------------------------------------------------
@@ -436,10 +436,10 @@ def test_on_four_ranks_a_step_in_fp16_differs_by_the_roundings_of_a_sum_at_most(
     plain = f"SGD(model.parameters(), lr={lr})"
     text = script(plain, wrapper="compression=hvd.Compression.fp16, backward_passes_per_step=2")
     plan, theirs = planned(tmp_path / "train.py", text, 4)
-    curve = shared(4).run(trained, theirs, timeout_s=START_S)[0]
+    curve = shared_pool(4).run(train_curve, theirs, timeout_s=START_S)[0]
 
-    def share(run: Run) -> float:
-        found = shared(4).run(moved, run, curve.parameters[:-1], timeout_s=START_S)[0]
+    def share(run: TrialRun) -> float:
+        found = shared_pool(4).run(measure_moves, run, curve.parameters[:-1], timeout_s=START_S)[0]
         # Passes are added up, and not divided: what travels is twice their mean.
         return beyond(found, curve, low="fp16", roundings=4 - 1, lr=2 * lr)
 

@@ -13,6 +13,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Clip, Engine, Job, StepOutcome
+from torsh_trainer.strategies.clipping import HeldGradients
 from torsh_trainer_horovod.engine import NEVER, HorovodEngine
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ def adasum_engine(
         Unsupported: it does not run on MPI, or an option needs the gradient of all ranks.
     """
     _check(knobs, job, comm)
-    engine = AdasumEngine(knobs, job, comm, model=model, module=module)
+    gradients = OwnGradients(model, comm)
+    engine = AdasumEngine(knobs, job, comm, model=model, module=module, gradients=gradients)
     for optimizer in engine.optimizers.values():
         if not isinstance(optimizer, SGD) or any(g["momentum"] for g in optimizer.param_groups):
             engine.close()
@@ -69,6 +71,19 @@ def _check(knobs: Horovod, job: Job, comm: Communicator) -> None:
         )
 
 
+class OwnGradients(HeldGradients):
+    """Each rank's own gradients, with the root mean square of the ranks' norms."""
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        super().__init__(model, comm.device)
+        self._comm = comm
+
+    def norm(self, storage: list[Tensor]) -> Tensor:
+        square = super().norm(storage).square().reshape(1)
+        self._comm.all_reduce(square)
+        return (square / self._comm.size).sqrt().reshape(())
+
+
 class AdasumEngine(HorovodEngine):
     """Horovod's own Adasum optimizer, which does its work in ``step``.
 
@@ -96,12 +111,6 @@ class AdasumEngine(HorovodEngine):
             )
         return super().step(clip, measure_norm=measure_norm)
 
-    def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """The root mean square of the ranks' norms, the same on every rank."""
-        square = super()._norm(gradients).square().reshape(1)
-        self.comm.all_reduce(square)
-        return (square / self.comm.world.size).sqrt().reshape(())
-
     def _finish(self) -> None:
         missing = [self._names[id(p)] for p in self._parameters if p.grad is None]
         if missing:
@@ -112,5 +121,5 @@ class AdasumEngine(HorovodEngine):
         yield
 
     @contextlib.contextmanager
-    def _reduced(self) -> Iterator[None]:
+    def _stepping(self) -> Iterator[None]:
         yield

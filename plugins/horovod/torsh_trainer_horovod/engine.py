@@ -15,13 +15,14 @@ from torsh_trainer.comm.compression.base import Compressing
 from torsh_trainer.comm.failures import CommunicationError
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies import modules
-from torsh_trainer.strategies.base import Clip, Engine, Job, LossReport, MicroBatch, StepOutcome
+from torsh_trainer.strategies.base import Engine, Job, LossReport, MicroBatch
 from torsh_trainer.strategies.builtin import BuiltIn, BuiltInEngine
+from torsh_trainer.strategies.clipping import HeldGradients
 from torsh_trainer.strategies.compressing import reducer_for
 from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.state import own_attributes
-from torsh_trainer.strategies.trained import Change, refused
-from torsh_trainer.task import Task
+from torsh_trainer.strategies.trainability import Change, change_error
+from torsh_trainer.tasks.base import Task
 from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.wire import HorovodWire
 
@@ -33,7 +34,7 @@ NEVER = 2**31
 """More backward passes than a step has."""
 
 
-def compressed_engine(
+def compressing_engine(
     knobs: Horovod,
     compression: Compressing,
     job: Job,
@@ -95,6 +96,7 @@ class HorovodEngine(NativeEngine):
         model: nn.Module,
         module: nn.Module,
         groups: Groups = None,
+        gradients: HeldGradients | None = None,
     ) -> None:
         self._knobs = knobs
         self.keeps_frozen = knobs.find_unused_parameters
@@ -121,14 +123,15 @@ class HorovodEngine(NativeEngine):
             eval_module=module,
             averaging_ranks=1 if self._may_sum or knobs.op == "sum" else comm.world.size,
             gradient_scale=knobs.gradient_scale_on(comm.world),
-            wrap_optimizer=_distributed(hvd, model, groups, options),
+            gradients=gradients,
+            wrap_optimizer=_distribute_with(hvd, model, groups, options),
             broadcast_buffers=knobs.broadcast_buffers,
         )
         self._hooked: set[nn.Parameter] = set()
         for optimizer in self._distributed:
             self._hooked |= optimizer._requires_update
         if comm.world.size > 1 and not self._odd:
-            for name, parameter in self._named.items():
+            for name, parameter in self._trainable.named.items():
                 if parameter.requires_grad and parameter not in self._hooked:
                     self._reduce_too(name, parameter)  # an optimizer may be given it later
         if knobs.op != "adasum":
@@ -144,7 +147,9 @@ class HorovodEngine(NativeEngine):
 
     def _follow(self, change: Change) -> None:
         if self._odd:
-            raise refused(self._knobs, change, use=f"leave strategy.{self._odd} at its default")
+            raise change_error(
+                self._knobs, change, use=f"leave strategy.{self._odd} at its default"
+            )
         if self.comm.world.size == 1:
             return
         for optimizer in self._distributed:
@@ -195,10 +200,6 @@ class HorovodEngine(NativeEngine):
         except AssertionError as error:
             raise _repeats(error) or error from error
 
-    def step(self, clip: Clip, *, measure_norm: bool = False) -> StepOutcome:
-        with self._reduced():
-            return super().step(clip, measure_norm=measure_norm)
-
     def backward(
         self, loss: Tensor, *, sync: bool = True, run: Callable[[Tensor], object] = Tensor.backward
     ) -> None:
@@ -214,16 +215,6 @@ class HorovodEngine(NativeEngine):
             raise _repeats(error) or error from error
         if sync:
             self._finish()
-
-    def step_one(
-        self, name: str, clip: Clip = Clip(), *, measure_norm: bool = False
-    ) -> StepOutcome:
-        with self._reduced():
-            return super().step_one(name, clip, measure_norm=measure_norm)
-
-    def state_template(self) -> dict[str, Any]:
-        with self._reduced():  # the step that makes slots exist has nothing to reduce
-            return super().state_template()
 
     def close(self) -> None:
         self._wait_for(NEVER)  # the hooks stay on a model that outlives its engine
@@ -263,8 +254,9 @@ class HorovodEngine(NativeEngine):
                     self._repeated.add(parameter)
 
     @contextlib.contextmanager
-    def _reduced(self) -> Iterator[None]:
-        """Within, an optimizer's step takes the gradients as they are."""
+    def _stepping(self) -> Iterator[None]:
+        """An optimizer's step takes the gradients as they are: they are reduced by then, and the
+        step that makes slots exist has nothing to reduce."""
         with contextlib.ExitStack() as stack:
             for optimizer in self._distributed:
                 stack.enter_context(optimizer.skip_synchronize())
@@ -277,7 +269,7 @@ class HorovodEngine(NativeEngine):
             ConfigError: a parameter has no gradient, and that is not allowed.
             CommunicationError: Horovod has failed.
         """
-        unused = self._unused()
+        unused = self._find_unused()
         if len(self._waits) > len(self._repeated):
             self._learn()
         try:
@@ -295,7 +287,7 @@ class HorovodEngine(NativeEngine):
         for parameter in unused:
             parameter.grad = None  # Horovod has filled it with zeros
 
-    def _unused(self) -> list[nn.Parameter]:
+    def _find_unused(self) -> list[nn.Parameter]:
         """The parameters that no rank has a gradient for.
 
         Raises:
@@ -307,7 +299,7 @@ class HorovodEngine(NativeEngine):
                 raise modules.unused_parameters([self._names[id(p)] for p in missing])
             return []
         flags = torch.tensor([float(p.grad is not None) for p in self._parameters])
-        flags = self.comm.place(flags)
+        flags = self.comm.to_device(flags)
         self.comm.all_reduce(flags, op="max")
         used = flags.tolist()
         return [p for p, anywhere in zip(self._parameters, used, strict=True) if not anywhere]
@@ -350,7 +342,7 @@ def _contiguous(compression: Any) -> Any:
 # -- optimizers ----------------------------------------------------------------------------------
 
 
-def _distributed(
+def _distribute_with(
     hvd: Any, model: nn.Module, groups: Groups, options: Mapping[str, Any]
 ) -> Callable[[Optimizer], Optimizer]:
     names = {id(p): name for name, p in model.named_parameters()}

@@ -14,8 +14,8 @@ from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression import TopK
 from torsh_trainer.comm.compression.base import Compression, NoCompression
+from torsh_trainer.environments.world import ALONE, World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import ALONE, World
 from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.strategy import Horovod
 

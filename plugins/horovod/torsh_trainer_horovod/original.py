@@ -16,8 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.schedule.base import RunningSchedule, StatefulSchedule
+from torsh_trainer.optim.schedule.base import RunningSchedule, StatefulSchedule
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import (
     Clip,
@@ -30,8 +31,7 @@ from torsh_trainer.strategies.base import (
     Strategy,
 )
 from torsh_trainer.strategies.native import NativeEngine
-from torsh_trainer.task import Task
-from torsh_trainer.world import World
+from torsh_trainer.tasks.base import Task
 from torsh_trainer_horovod import runtime
 from torsh_trainer_horovod.strategy import check_installed
 
@@ -101,7 +101,7 @@ class OriginalEngine(NativeEngine):
         self._grad_scaler = torch.amp.GradScaler(comm.device.type) if scales else None
         optimizer = knobs.optimizer(parameters)
         state = str(knobs.config.get("broadcast_optimizer_state", ""))
-        self._scheduler = self._scheduled(optimizer) if state.endswith("scheduled") else None
+        self._scheduler = self._make_scheduler(optimizer) if state.endswith("scheduled") else None
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         if state.startswith("before"):  # it is wrapped, which loses its state
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
@@ -114,9 +114,9 @@ class OriginalEngine(NativeEngine):
         if state.startswith("of"):
             hvd.broadcast_optimizer_state(self._distributed, root_rank=0)
         if self._scheduler is None:
-            self._scheduler = self._scheduled(self._distributed)
+            self._scheduler = self._make_scheduler(self._distributed)
 
-    def _scheduled(self, optimizer: Optimizer) -> Any:
+    def _make_scheduler(self, optimizer: Optimizer) -> Any:
         said = self._config.get("scheduler")
         if said is None or self._plain:
             return None
@@ -156,18 +156,20 @@ class OriginalEngine(NativeEngine):
         if self._grad_scaler is not None:
             self._last["loss_scale"] = self._grad_scaler.get_scale()
             self._grad_scaler.unscale_(self._distributed)
-        norm = self._norm([_dense(p.grad) for p in self._parameters if p.grad is not None])
+        norm = self._gradients.norm(
+            [_dense(p.grad) for p in self._parameters if p.grad is not None]
+        )
         if not self._plain and self._config.get("clip_norm") is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self._config["clip_norm"])
         if not self._plain and self._config.get("clip_value") is not None:
             nn.utils.clip_grad_value_(self.model.parameters(), self._config["clip_value"])
         with self._distributed.skip_synchronize():
-            skipped = self._stepped_unless_infinite()
+            skipped = self._step_unless_infinite()
         if self._scheduler is not None and self._config.get("interval") == "step":
             self._scheduler.step()
         return StepOutcome(norm, skipped=skipped)
 
-    def _stepped_unless_infinite(self) -> bool:
+    def _step_unless_infinite(self) -> bool:
         """A script's step, with its scaler where it has one; whether that passed over it."""
         if self._grad_scaler is None:
             self._distributed.step()

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.world import World
 
 log = logging.getLogger(__name__)
 
@@ -298,7 +298,7 @@ def _meet(comm: Communicator) -> tuple[Any, dict[str, str]]:
     places: list[_Place] = comm.all_gather_object(mine)
     address = _address(world)
     server = None
-    if world.is_main:
+    if world.is_rank_zero:
         server = _serve(address, places)
     host, port = comm.broadcast_object((address, server.server_address[1] if server else 0))
     # Those that have my number on their nodes: Horovod reduces among them when it is hierarchical.

@@ -9,13 +9,13 @@ from torch import nn
 
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.base import Compressing, NoCompression
+from torsh_trainer.comm.membership import Membership
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError, nearest
-from torsh_trainer.membership import Membership
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.strategies.compressing import compressing
 from torsh_trainer.strategies.single import computing
-from torsh_trainer.world import World
 from torsh_trainer_horovod.settings import variables_of
 
 OPS = ("average", "sum", "adasum")
@@ -197,7 +197,7 @@ class Horovod(Strategy):
             )
         # Imported late: it loads Horovod, which is not there on a machine that only composes.
         from torsh_trainer_horovod.adasum import adasum_engine
-        from torsh_trainer_horovod.engine import HorovodEngine, compressed_engine
+        from torsh_trainer_horovod.engine import HorovodEngine, compressing_engine
 
         knobs = compressing(self, job, comm)
         if knobs is not None:
@@ -208,11 +208,11 @@ class Horovod(Strategy):
             modules.refuse_accumulated(model, self)
             if knobs is None and self.op == "average" and not self.may_sum(job):
                 self._check_hooks(model)
-        groups = self._named_groups(model)
+        groups = self._find_groups(model)
         module = computing(model, job)
-        modules.compiled(job, [module])
+        modules.compile_modules(job, [module])
         if knobs is not None:
-            return compressed_engine(self, knobs, job, comm, model=model, module=module)
+            return compressing_engine(self, knobs, job, comm, model=model, module=module)
         if self.op == "adasum":
             return adasum_engine(self, job, comm, model=model, module=module)
         return HorovodEngine(self, job, comm, model=model, module=module, groups=groups)
@@ -317,7 +317,7 @@ class Horovod(Strategy):
                 fix="accumulate counts every backward of a step: make it a multiple",
             )
 
-    def _named_groups(self, model: nn.Module) -> int | list[list[nn.Parameter]] | None:
+    def _find_groups(self, model: nn.Module) -> int | list[list[nn.Parameter]] | None:
         """``groups`` as Horovod takes it.
 
         Raises:

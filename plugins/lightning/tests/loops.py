@@ -26,9 +26,9 @@ from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
 from torsh_trainer.__main__ import main
-from torsh_trainer.precision import Precision
+from torsh_trainer.environments.world import World
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.testing.ranks import torchrun_variables
-from torsh_trainer.world import World
 
 SEED = 7
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from loops import as_torchrun, quiet
 
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 SCRIPT = """
 import os

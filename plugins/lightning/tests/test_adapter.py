@@ -10,9 +10,9 @@ from torsh_trainer_lightning import whole
 from torsh_trainer_lightning.adapter import Configured, through
 from torsh_trainer_lightning.environment import outside, world_of
 
+from torsh_trainer.checkpoint.shards import FlatShard
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.strategies.base import FlatShard
-from torsh_trainer.world import World
 
 
 class Module(L.LightningModule):

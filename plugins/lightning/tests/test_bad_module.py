@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 from torch import nn
+from torsh_trainer_lightning.checks import check
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import Trainer
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, Unsupported
 
 
 class NoStep(L.LightningModule):
@@ -92,3 +95,45 @@ def test_a_module_that_is_all_right_is_not(tmp_path):
     task = LightningTask(BoringModel, BoringDataModule, limit_train_batches=1)
     trainer = Trainer(task=task, strategy="single", max_epochs=1, run_dir=tmp_path)
     assert trainer.fit().content["steps"] == 1
+
+
+@pytest.mark.parametrize("word", ["optimizer=adamw", "data.num_workers=0", "data@data=none"])
+def test_a_group_that_the_module_decides_is_refused_though_it_says_what_is_usual(word: str) -> None:
+    trainer = Trainer(
+        task=LightningTask(BoringModel),
+        command=("python", "-m", "torsh_trainer", "task=lightning", word),
+        max_epochs=1,
+    )
+    with pytest.raises(Unsupported, match=f"cannot honour the group {word[:4]}"):
+        trainer.fit()
+
+
+def test_a_script_may_have_words_of_its_own(tmp_path: Path) -> None:
+    command = ("python", "train.py", "optimizer=adamw", "data=mine")
+    task = LightningTask(BoringModel, limit_train_batches=1, limit_val_batches=0)
+    Trainer(task=task, command=command, max_epochs=1, run_dir=tmp_path / "run").fit()
+
+
+class OldHooks(BoringModel):
+    def on_epoch_end(self) -> None: ...
+
+    def on_my_own_terms(self) -> None: ...
+
+
+class OldCallback(L.Callback):
+    def on_batch_end(self, trainer: Any, module: Any) -> None: ...
+
+
+def test_a_hook_that_lightning_calls_no_more_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    check(OldHooks(), BoringDataModule(), [OldCallback()], [], ["fit"])
+    told = [record.message for record in caplog.records]
+    said = "Lightning calls no hook of that name; did you mean"
+    assert told == [
+        f"OldHooks.on_epoch_end: {said} on_test_epoch_end or on_train_epoch_end?",
+        f"OldCallback.on_batch_end: {said} on_test_batch_end or on_train_batch_end?",
+    ]
+
+
+def test_hooks_that_lightning_calls_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    check(BoringModel(), BoringDataModule(), [EarlyStopping("loss")], [], ["fit"])
+    assert not caplog.records

@@ -12,7 +12,7 @@ from test_loop_ranks import Net, Rows
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 
 class Validates(Net):

@@ -13,8 +13,8 @@ from loops import as_torchrun, quiet
 from torch import Tensor, nn
 from torsh_trainer_lightning import TorshFabricStrategy
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 STEPS = 4
 

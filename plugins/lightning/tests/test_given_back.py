@@ -15,8 +15,8 @@ from test_strategy import Leaves, Net, fitted, loader
 from torch import nn
 from torsh_trainer_lightning import TorshStrategy, given_back
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.world import World
 
 
 class Blocks(Net):
@@ -60,7 +60,7 @@ def used(world: World, port: int, folder: Path, knobs: Any) -> dict[str, Any]:
         module = blocks()
         trainer = fitted(made(knobs), module, folder, devices=world.size, limit_val_batches=2)
         found["after the fit"] = copy.deepcopy(module.state_dict())
-        if world.is_main:  # alone: nobody else is asked for anything
+        if world.is_rank_zero:  # alone: nobody else is asked for anything
             with torch.no_grad():
                 found["called"] = copy.deepcopy(module).eval()(torch.ones(2, 6))
         trainer.save_checkpoint(folder / "after.ckpt")

@@ -17,8 +17,8 @@ from torch import nn
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
-from torsh_trainer.checkpoint.door.export import Export, export
-from torsh_trainer.world import World
+from torsh_trainer.checkpoint.cli.export import Export, export
+from torsh_trainer.environments.world import World
 
 
 class Hears(Net):

@@ -11,7 +11,13 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torchmetrics import CatMetric, MeanSquaredError, MinMetric, PearsonCorrCoef
-from torsh_trainer_lightning.loop.kept import check_merging, entries_of, kept, merged, restored
+from torsh_trainer_lightning.loop.kept import (
+    check_merging,
+    entries_of,
+    merge_entries,
+    pack_results,
+    restore_results,
+)
 
 from torsh_trainer.errors import ConfigError
 
@@ -43,18 +49,20 @@ def means(results: _ResultCollection) -> dict[str, Any]:
 
 def test_what_several_processes_have_gathered_goes_together():
     """On fewer of them; one that is new has everything, and nothing in it."""
-    check_merging(entries_of(kept(logged(Gathers(), [1.0]))), Gathers())
-    parts = [entries_of(kept(logged(Gathers(), values))) for values in ([2.0, 5.0], [9.0], [1.0])]
+    check_merging(entries_of(pack_results(logged(Gathers(), [1.0]))), Gathers())
+    parts = [
+        entries_of(pack_results(logged(Gathers(), values))) for values in ([2.0, 5.0], [9.0], [1.0])
+    ]
     expected = means(logged(Gathers(), [2.0, 5.0, 9.0, 1.0]))
     module, results = Gathers(), _ResultCollection(training=True)
-    restored(results, merged(parts, parts[0], module), module, None)
+    restore_results(results, merge_entries(parts, parts[0], module), module, None)
     assert means(results) == expected
     module, fresh = Gathers(), _ResultCollection(training=True)
-    restored(fresh, merged([], parts[0], module), module, None)
+    restore_results(fresh, merge_entries([], parts[0], module), module, None)
     assert fresh.keys() == results.keys()
-    alone = [entries_of(kept(fresh)), parts[1]]
+    alone = [entries_of(pack_results(fresh)), parts[1]]
     module, results = Gathers(), _ResultCollection(training=True)
-    restored(results, merged(alone, parts[0], module), module, None)
+    restore_results(results, merge_entries(alone, parts[0], module), module, None)
     assert means(results) == means(logged(Gathers(), [9.0]))
 
 
@@ -67,6 +75,6 @@ def test_a_metric_that_does_not_say_how_its_states_go_together_is_refused():
     module, results = Correlates(), _ResultCollection(training=True)
     module.metric.update(torch.arange(3.0), torch.arange(3.0))
     results.log("training_step", "r", module.metric, metric_attribute="metric")
-    part = entries_of(kept(results))
+    part = entries_of(pack_results(results))
     with pytest.raises(ConfigError, match="the metric r has gathered"):
         check_merging(part, module)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 SAMPLES, BATCH = 16, 2
 

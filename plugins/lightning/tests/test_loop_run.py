@@ -21,12 +21,12 @@ from torsh_trainer_lightning.task import LightningTask
 from torsh_trainer import CheckpointOptions, Trainer
 from torsh_trainer.callbacks.base import Callback, StepReport
 from torsh_trainer.callbacks.jsonl import Jsonl
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import Interrupted, TrainingError, Unsupported
-from torsh_trainer.preview import preview
-from torsh_trainer.schedule.shapes import Cosine
-from torsh_trainer.strategies.native import NativeEngine
-from torsh_trainer.task import DataSource
-from torsh_trainer.world import World
+from torsh_trainer.optim.schedule.shapes import Cosine
+from torsh_trainer.strategies.clipping import HeldGradients
+from torsh_trainer.tasks.base import DataSource
+from torsh_trainer.training.preview import preview
 
 
 class Draws(L.LightningModule):
@@ -209,8 +209,8 @@ def test_the_norm_of_a_steps_gradients_is_that_of_lightning_before_clipping(
 
 def test_norms_are_measured_for_reports_alone(tmp_path, monkeypatch):
     measured: list[Any] = []
-    norm = NativeEngine._norm
-    monkeypatch.setattr(NativeEngine, "_norm", lambda *args: measured.append(1) or norm(*args))
+    norm = HeldGradients.norm
+    monkeypatch.setattr(HeldGradients, "norm", lambda *args: measured.append(1) or norm(*args))
     run(tmp_path, LightningTask(Net), callbacks=[Jsonl()], log_every=5, max_epochs=1)
     assert [row["step"] for row in rows(tmp_path) if "grad_norm" in row] == [1, 5]
     assert len(measured) == 2

@@ -10,7 +10,7 @@ import pytest
 from cases import CASES, DEMOS, LOGGING, MODULES
 from loops import recorded
 from recorder import THE_SAME_BITS, Recording, Within, differences
-from torsh_trainer_lightning.processes import chosen
+from torsh_trainer_lightning.processes import choose_strategy
 
 from torsh_trainer import DDP
 from torsh_trainer.strategies.base import Strategy
@@ -55,7 +55,7 @@ UNFIT: dict[str, dict[str, str]] = {
 def engine(name: str, *, unused: bool) -> Strategy:
     """The strategy, told where a backward does not reach all parameters, if it asks."""
     asks = unused and name in ("gloo", "horovod")
-    return chosen(name, {"find_unused_parameters": True} if asks else {})
+    return choose_strategy(name, {"find_unused_parameters": True} if asks else {})
 
 
 Said = list[dict[str, Recording | str]]

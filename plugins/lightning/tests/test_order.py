@@ -13,7 +13,7 @@ from torch.utils.data import WeightedRandomSampler
 
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -35,7 +35,7 @@ from torch.utils.data import (
 
 from torsh_trainer.data import sampler
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import Task
+from torsh_trainer.tasks.base import Task
 
 
 def stacked(rows: list[Tensor]) -> Tensor:

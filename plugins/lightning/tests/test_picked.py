@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 EPOCHS, BEST = 6, 3
 

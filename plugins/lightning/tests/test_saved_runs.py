@@ -12,7 +12,8 @@ from torch import nn
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
-from torsh_trainer.checkpoint.door.export import Export, export
+from torsh_trainer.checkpoint.cli.export import Export, export
+from torsh_trainer.optim.precision import Precision
 
 
 class Scheduled(L.LightningModule):
@@ -85,3 +86,31 @@ def test_lightning_goes_on_from_an_export_as_from_its_own_checkpoint(tmp_path):
         lightnings(module, tmp_path, 2, ckpt_path=path, weights_only=True)
         ends.append([p.detach() for p in module.parameters()])
     assert all(map(torch.equal, *ends))
+
+
+class Listening(Scheduled):
+    """Keeps in what its last step was computed, and what Lightning calls that."""
+
+    seen: tuple[torch.dtype, str]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        outputs = self.layers(x)
+        type(self).seen = outputs.dtype, str(self.trainer.precision)
+        return nn.functional.cross_entropy(outputs, y)
+
+
+def test_a_run_goes_on_in_bf16_where_no_precision_is_named(tmp_path: Path) -> None:
+    quiet()
+    knobs = {
+        "task": LightningTask(lambda: Listening(8)),
+        "strategy": "single",
+        "run_dir": tmp_path / "run",
+        "eval_every_epochs": None,
+    }
+    Trainer(max_steps=1, precision=Precision(compute="bf16"), **knobs).fit()
+    result = Trainer(max_steps=2, **knobs).fit()
+    assert result.content["precision"] == "bf16-mixed"
+    assert Listening.seen == (torch.bfloat16, "bf16-mixed")
+    Trainer(max_steps=3, precision=Precision(), **knobs).fit()
+    assert Listening.seen == (torch.float32, "32-true")

@@ -14,8 +14,8 @@ from test_strategy import Leaves, fitted, told
 from torch import Tensor, nn
 from torsh_trainer_lightning import TorshStrategy
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.world import World
 
 
 class Policy(nn.Module):

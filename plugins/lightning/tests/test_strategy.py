@@ -22,7 +22,7 @@ from torsh_trainer_lightning.names import NAMES
 
 from torsh_trainer.comm.compression import FP16, TopK
 from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 
 STEPS, SAVED_AT = 6, 4
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -472,7 +472,7 @@ def owing(world, port, folder, name, path) -> dict[str, Any]:
         trainer.strategy.barrier()
         saved: dict[str, Any] = torch.load(told, weights_only=True)
         trainer.strategy.barrier()
-        if world.is_main:
+        if world.is_rank_zero:
             told.unlink()
         return saved
 

@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from loops import as_torchrun, quiet
 from torsh_trainer_lightning.starting import command
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import World
 
 CONFIG = """
 defaults: [_self_]

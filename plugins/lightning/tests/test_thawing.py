@@ -20,11 +20,11 @@ from loops import as_torchrun, in_our_words, quiet, under_lightning, under_our_l
 from modules.data import Shares
 from modules.finetuning import Freezes, Milestones, Stack, StackOfAll, Thaws, ThawsAll, ThawsWithin
 from recorder import THE_SAME_BITS, Keeper, Recording, same
-from torsh_trainer_lightning.processes import chosen
+from torsh_trainer_lightning.processes import choose_strategy
 from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 Parameters = dict[str, torch.Tensor]
 
@@ -75,7 +75,7 @@ def trained(
     for number, (kind, loop) in enumerate(runs.items()):
         as_torchrun(world, port, folder / str(number))
         run: Any = {"theirs": under_lightning, "ours": under_our_loop}[loop]
-        made = chosen(*strategy) if loop == "ours" else strategy
+        made = choose_strategy(*strategy) if loop == "ours" else strategy
         options = {"devices": world.size, "watched": "nothing", "resume": resume}
         try:
             recording: Recording = run(KINDS[kind], Path.cwd(), strategy=made, **options)
@@ -175,7 +175,7 @@ def saved(
         task=LightningTask(
             case.module, case.data, callbacks=[*case.callbacks(), Keeper(recording)], **theirs
         ),
-        strategy=chosen(*strategy),
+        strategy=choose_strategy(*strategy),
         seed=7,
         run_dir=folder / "run",
         checkpoint=CheckpointOptions(resume=resume, every_steps=4, keep_last=9),

@@ -21,12 +21,12 @@ from test_strategy import Leaves, Net, Saves, fitted
 from torch import nn
 from torsh_trainer_lightning import TorshFabricStrategy, TorshStrategy
 from torsh_trainer_lightning.names import NAMES
-from torsh_trainer_lightning.words import reworded
+from torsh_trainer_lightning.words import reword_text
 
-from torsh_trainer import registry
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.world import World
+from torsh_trainer.utils import registry
 
 T = TypeVar("T")
 
@@ -240,7 +240,7 @@ def test_a_command_line_of_signatures_knows_every_knob_and_leaves_what_is_not_sa
     ],
 )
 def test_an_error_speaks_as_the_script_does(said, words):
-    assert reworded(said, kind="TorshStrategy", name="fsdp") == words
+    assert reword_text(said, kind="TorshStrategy", name="fsdp") == words
 
 
 def test_fabric_speaks_so_too(tmp_path):

@@ -17,9 +17,9 @@ from cases import Case
 from loops import as_torchrun, under_lightning, under_our_loop
 from modules.uneven import Collects, Dealt
 from recorder import Recording
-from torsh_trainer_lightning.processes import chosen
+from torsh_trainer_lightning.processes import choose_strategy
 
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 FLAGS = {"max_epochs": 1, "num_sanity_val_steps": 1, "use_distributed_sampler": False}
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -39,7 +39,7 @@ def evaluated(
         found: Recording = run(
             Case(Collects, partial(Dealt, **knobs), flags=FLAGS, stages=STAGES),
             folder,
-            strategy=chosen(*strategy) if loop == "ours" else strategy,
+            strategy=choose_strategy(*strategy) if loop == "ours" else strategy,
             devices=world.size,
             watched="nothing",
         )

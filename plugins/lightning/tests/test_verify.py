@@ -13,13 +13,13 @@ import torch
 import yaml
 from loops import as_alone, as_torchrun, quiet
 
-from torsh_trainer.assemble import launched
+from torsh_trainer.assemble import launch
 from torsh_trainer.assemble.verifying import verify
 from torsh_trainer.config.command_line import parse
 from torsh_trainer.config.verifying import verification
 from torsh_trainer.config.wording import as_failure
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.world import World
 
 PROJECT = '''
 """Modules with what may differ between runs, and strategies with one mistake each."""
@@ -122,7 +122,7 @@ def started(
     else:
         as_torchrun(world, port, folder)
     try:
-        entry(World(), order) if alone else launched(entry, order, dict(os.environ))
+        entry(World(), order) if alone else launch(entry, order, dict(os.environ))
     except Exception as error:  # noqa: BLE001 - verify puts it into words
         return error
     finally:

@@ -12,10 +12,10 @@ from test_loop_ranks import Net, Rows
 from torch import nn
 from torsh_trainer_lightning import TorshStrategy
 from torsh_trainer_lightning.task import LightningTask
-from torsh_trainer_lightning.words import reworded
+from torsh_trainer_lightning.words import reword_text
 
 from torsh_trainer import CheckpointOptions, Trainer
-from torsh_trainer.world import World
+from torsh_trainer.environments.world import World
 
 
 class Spares(Net):
@@ -95,4 +95,4 @@ def test_each_reader_has_words_of_his_own(kind, strategy, ours, theirs, on_ranks
     ],
 )
 def test_in_our_loop_a_module_has_its_own_methods_and_our_settings(said, words):
-    assert reworded(said) == words
+    assert reword_text(said) == words

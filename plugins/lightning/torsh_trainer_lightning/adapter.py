@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import Engine, Job, Strategy
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer_lightning.whole import is_cut
 
 
@@ -26,7 +26,7 @@ class Configured:
     """What ``configure_optimizers`` has given, whatever its form, in its order.
 
     ``optimizers`` are the module's own objects, which its schedulers and callbacks know; an engine
-    may step others in their place (see ``joined``).
+    may step others in their place (see ``join_groups``).
     """
 
     optimizers: Sequence[Optimizer] = ()
@@ -67,7 +67,7 @@ def optimizer_names(count: int) -> list[str]:
     return ["main"] if count == 1 else [f"optimizer_{index}" for index in range(count)]
 
 
-def configured(module: LightningModule) -> Configured:
+def configure(module: LightningModule) -> Configured:
     """Calls ``configure_optimizers`` as Lightning does, with its checks of what comes back.
 
     The module has its trainer by then, and its parameters are what the engine holds.
@@ -115,7 +115,7 @@ class Thaw:
         return [name for name, parameter in named if parameter.requires_grad]
 
     @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
+    def undo(self) -> Iterator[None]:
         """Within, they are as the module has them."""
         self.end()
         try:
@@ -146,7 +146,7 @@ def _not_of(
 class ModuleTask(Task):
     """A LightningModule as a task: the model is the module itself.
 
-    ``configure`` gives the optimizers, once the engine holds the parameters; ``configured`` keeps
+    ``configure`` gives the optimizers, once the engine holds the parameters; ``configure`` keeps
     what it gave. Forward, loss and data are the loop's business, which knows the module's hooks.
     """
 
@@ -157,7 +157,7 @@ class ModuleTask(Task):
     def __init__(
         self,
         module: LightningModule,
-        configure: Callable[[LightningModule], Configured] = configured,
+        configure: Callable[[LightningModule], Configured] = configure,
     ) -> None:
         self.module = module
         self.configure = configure
@@ -170,12 +170,12 @@ class ModuleTask(Task):
     def build_optimizers(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> Mapping[str, Optimizer]:
-        with self.thaw.undone():
+        with self.thaw.undo():
             self.configured = self.configure(self.module)
         return self.configured.by_name
 
 
-def prepared(strategy: Strategy, job: Job, comm: Communicator, task: ModuleTask) -> Engine:
+def prepare_engine(strategy: Strategy, job: Job, comm: Communicator, task: ModuleTask) -> Engine:
     """``strategy.prepare``, for a module that keeps its modes and the optimizers that it knows.
 
     Engines put a model into training mode; in Lightning what its author has put into evaluation
@@ -187,11 +187,11 @@ def prepared(strategy: Strategy, job: Job, comm: Communicator, task: ModuleTask)
             engine = strategy.prepare(job, comm)
     finally:
         task.thaw.end()
-    joined(task.configured, engine)
+    join_groups(task.configured, engine)
     return engine
 
 
-def joined(configured: Configured, engine: Engine) -> None:
+def join_groups(configured: Configured, engine: Engine) -> None:
     """Makes the settings of the module's optimizers those of what the engine steps for them.
 
     Horovod and a sharded optimizer step objects of their own; schedulers and callbacks change the
@@ -203,8 +203,8 @@ def joined(configured: Configured, engine: Engine) -> None:
             optimizer.param_groups = stepped.param_groups
 
 
-def rejoined(configured: Configured, engine: Engine) -> None:
-    """As ``joined``, after a callback has given the module's optimizers other groups."""
+def rejoin_groups(configured: Configured, engine: Engine) -> None:
+    """As ``join_groups``, after a callback has given the module's optimizers other groups."""
     for name, optimizer in configured.by_name.items():
         stepped = engine.optimizers.get(name, optimizer)
         if stepped.param_groups is not optimizer.param_groups:
@@ -244,12 +244,12 @@ def through(wrapper: nn.Module, module: LightningModule, method: str, *args: Any
         state.pop("forward", None)
         state.update(own)
 
-    def redirected(*args: Any, **kw: Any) -> Any:
+    def redirect(*args: Any, **kw: Any) -> Any:
         restore()
-        with _entered(module):
+        with _enter_once(module):
             return getattr(module, method)(*args, **kw)
 
-    state["forward"] = redirected
+    state["forward"] = redirect
     try:
         return wrapper(*args, **kw)
     finally:
@@ -257,7 +257,7 @@ def through(wrapper: nn.Module, module: LightningModule, method: str, *args: Any
 
 
 @contextlib.contextmanager
-def _entered(module: nn.Module) -> Iterator[None]:
+def _enter_once(module: nn.Module) -> Iterator[None]:
     """Within, ``self(batch)`` does not gather, and then free, what the outer call has gathered.
 
     FSDP2 does both from hooks of a module, of which it expects one call at a time.

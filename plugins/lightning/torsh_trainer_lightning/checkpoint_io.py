@@ -63,10 +63,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
             ) from error
         except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
             raise _no_checkpoint(path) from error
-        return dict(content) if self._of_any else checked(content, path)
+        return dict(content) if self._of_any else check_content(content, path)
 
 
-def checked(content: Any, path: str | Path) -> dict[str, Any]:
+def check_content(content: Any, path: str | Path) -> dict[str, Any]:
     """``content`` itself, where it is a checkpoint of Lightning's.
 
     Raises:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
 from torsh_trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _STEPS = {
     "fit": "training_step",
@@ -24,6 +28,8 @@ _LOADERS = {
 }
 _NAMED = ("setup", "teardown")
 """Hooks that Lightning calls with their argument by name."""
+_ALIKE = 0.8
+"""From this ratio on a hook is taken for another one's name: of difflib, 1 for equal names."""
 
 
 def check(
@@ -49,8 +55,10 @@ def check(
     for thing, base in ((module, LightningModule), (datamodule, LightningDataModule)):
         if thing is not None:
             _check_hooks(thing, base)
+            _warn_of_uncalled(thing, base)
     for callback in callbacks:
         _check_hooks(callback, Callback)
+        _warn_of_uncalled(callback, Callback)
 
 
 def _check_kind(thing: Any, kind: type, option: str) -> None:
@@ -108,6 +116,21 @@ def _check_hooks(thing: Any, base: type) -> None:
                 f"{type(thing).__name__}.{name}{inspect.signature(hook)} cannot be called as "
                 f"Lightning calls it",
                 fix=f"write def {name}({', '.join(['self', *wanted])})",
+            )
+
+
+def _warn_of_uncalled(thing: Any, base: type) -> None:
+    """Names hooks that look like Lightning's and are none: it says nothing of them itself."""
+    hooks = [name for name in dir(base) if name.startswith("on_")]
+    kinds = [kind for kind in type(thing).__mro__ if issubclass(kind, base) and kind is not base]
+    for name in sorted({name for kind in kinds for name in vars(kind)} - set(hooks)):
+        close = difflib.get_close_matches(name, hooks, n=2, cutoff=_ALIKE)
+        if name.startswith("on_") and callable(getattr(thing, name)) and close:
+            log.warning(
+                "%s.%s: Lightning calls no hook of that name; did you mean %s?",
+                type(thing).__name__,
+                name,
+                " or ".join(close),
             )
 
 

@@ -18,8 +18,8 @@ from lightning.fabric.plugins.environments import (
 from torsh_trainer import environments
 from torsh_trainer.environments.by_hand import ByHand
 from torsh_trainer.environments.slurm import Slurm
+from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.world import Rendezvous, World
 
 
 class WorldEnvironment(ClusterEnvironment):
@@ -132,7 +132,7 @@ FOUND_BY_LIGHTNING = (
 """What Lightning takes by itself where it finds some variables, of which we read more."""
 
 
-def settled(
+def settle_environment(
     given: ClusterEnvironment | None, variables: Mapping[str, str]
 ) -> ClusterEnvironment | None:
     """``given``, or what ``outside`` finds where Lightning would have found ``given`` by itself."""
@@ -154,7 +154,7 @@ def outside(variables: Mapping[str, str]) -> WorldEnvironment | None:
     Raises:
         ConfigError: variables contradict one another.
     """
-    for environment in environments.ENVIRONMENTS:
+    for environment in environments.find_environments():
         world = None if isinstance(environment, ByHand) else environment.world(variables)
         if world is not None and world.told == "process" and world.size > 1:
             kind = StepEnvironment if isinstance(environment, Slurm) else WorldEnvironment

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import ConfigError, TrainingError, Unsupported
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job
 from torsh_trainer.strategies.outputs import tensors_in
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer_lightning.adapter import modes_kept, optimizer_names
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
-from torsh_trainer_lightning.precision import asked_of, wants_closure
+from torsh_trainer_lightning.precision import precision_of, wants_closure
 from torsh_trainer_lightning.processes import Chosen
 from torsh_trainer_lightning.starting import FabricLauncher
-from torsh_trainer_lightning.state import Held
+from torsh_trainer_lightning.state import ModuleState
 
 
 class TorshFabricStrategy(Chosen, ParallelStrategy):
@@ -106,26 +106,26 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
             task=task,
             build_model=lambda: module,
             batch=BatchPlan(size, 1, 1, size),
-            precision=self._told(),
+            precision=self._engine_precision(),
             compression=self.compression,
         )
-        with modes_kept(module), self._spoken():
-            engine = self._resolved(job).prepare(job, self.comm)
+        with modes_kept(module), self._reword_errors():
+            engine = self._resolve(job).prepare(job, self.comm)
         named = dict(zip(optimizer_names(len(optimizers)), optimizers, strict=True))
         for name, optimizer in named.items():
             if engine.optimizers[name] is not optimizer:
                 optimizer.param_groups = engine.optimizers[name].param_groups
-        made = Setup(engine, Held(engine, self.comm, module, named))
+        made = Setup(engine, ModuleState(engine, self.comm, module, named))
         self._setups.append(made)
         return made.forward, optimizers, scheduler
 
-    def _told(self) -> Precision:
+    def _engine_precision(self) -> Precision:
         """What the engine is told of precision.
 
         Raises:
             ConfigError: Fabric and the strategy both say something.
         """
-        asked = asked_of(self.precision)
+        asked = precision_of(self.precision)
         if self._knobs is None:
             return asked
         if asked != Precision() or self.precision.precision != "32-true":
@@ -145,14 +145,14 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
             ConfigError: nothing is set up, or the loss has come through none of several models.
             Unsupported: it has come through several, and they scale it.
         """
-        setups = self._reached(tensor, module)
+        setups = self._find_reached(tensor, module)
         if len(setups) > 1 and any(made.engine.loss_scaler is not None for made in setups):
             raise Unsupported(
                 f"a loss that has come through {len(setups)} models, each of which scales it for "
                 "itself",
                 fix="use another precision than 16-mixed, or a backward for each model",
             )
-        with self._spoken():
+        with self._reword_errors():
             if args or kwargs:
                 _backward(setups, lambda loss: loss.backward(*args, **kwargs), tensor)
             else:
@@ -214,7 +214,7 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
         made, name = self._of_optimizer(optimizer)
         made.engine.clip_one(name, Clip(value=float(clip_val)))
 
-    def _reached(self, loss: Tensor, module: nn.Module | None) -> list[Setup]:
+    def _find_reached(self, loss: Tensor, module: nn.Module | None) -> list[Setup]:
         """The models whose gradients a backward of ``loss`` adds to."""
         if len(self._setups) == 1:
             return self._setups
@@ -318,7 +318,7 @@ class TorshFabricStrategy(Chosen, ParallelStrategy):
 class Setup:
     """A model that ``fabric.setup`` has put into an engine; ``forward`` is what Fabric calls."""
 
-    def __init__(self, engine: Engine, held: Held) -> None:
+    def __init__(self, engine: Engine, held: ModuleState) -> None:
         self.engine = engine
         self.held = held
         self.syncs = True

@@ -98,7 +98,7 @@ class GivenBack:
             if now is None or now.shape != before.shape or whole.is_cut(now):
                 return False
         for place, name, before in self._tensors:
-            now = self._comm.place(place[name].detach())
+            now = self._comm.to_device(place[name].detach())
             self._comm.broadcast(now, src=0)
             with torch.no_grad():
                 before.copy_(whole.cut(now, before))

@@ -34,7 +34,7 @@ def register() -> None:
         for name, (strategy, knobs) in names.items():
             known.register(
                 f"torsh_{name}",
-                partial(made.named, strategy, **knobs),
+                partial(made.from_name, strategy, **knobs),
                 description=f"strategy={strategy} of ToRSh Trainer",
                 override=True,
             )

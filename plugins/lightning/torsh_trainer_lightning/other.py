@@ -18,7 +18,7 @@ from torsh_trainer.errors import ConfigError, Unsupported
 _NAME = "pytorch_lightning"
 
 
-def adopted(thing: Any) -> Any:
+def adopt(thing: Any) -> Any:
     """``thing`` itself, once its class stands on ``lightning`` where it stood on the other.
 
     Bases are exchanged in the classes of the user's, so that ``isinstance`` and ``super()`` mean

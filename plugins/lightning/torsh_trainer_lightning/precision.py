@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.precision import LossScaling, Precision
+from torsh_trainer.optim.precision import DTYPES, LossScaling, Precision
 from torsh_trainer.strategies.base import Clip, StepOutcome
-from torsh_trainer.strategies.native import DTYPES
 
 if TYPE_CHECKING:  # the strategy makes its plugin
     from torsh_trainer_lightning.strategy import EngineStrategy
@@ -61,7 +60,7 @@ class EnginePrecision(LightningPrecision):
         self._strategy = strategy
         self.knobs = knobs
         self.inner = inner
-        self.precision: Any = inner.precision if knobs == asked_of(inner) else _flag(knobs)
+        self.precision: Any = inner.precision if knobs == precision_of(inner) else _flag(knobs)
 
     # -- modules and inputs: as the flag says ----------------------------------------------------
 
@@ -107,7 +106,7 @@ class EnginePrecision(LightningPrecision):
     ) -> None:
         """The engine's backward; it calls the module's own where that is overridden."""
         engine, sync = self._strategy.engine, self._strategy.syncs
-        tensor = self._strategy.weighed(tensor)
+        tensor = self._strategy.weigh(tensor)
         if args or kwargs or is_overridden("backward", model):
             engine.backward(
                 tensor, sync=sync, run=lambda loss: model.backward(loss, *args, **kwargs)
@@ -188,7 +187,7 @@ class EnginePrecision(LightningPrecision):
             self._strategy.held.load_compression(owed)
 
 
-def asked_of(plugin: FabricPrecision) -> Precision:
+def precision_of(plugin: FabricPrecision) -> Precision:
     """What a plugin of Lightning's asks of an engine.
 
     Raises:

@@ -22,18 +22,23 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor
 
-from torsh_trainer import registry
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.compression.base import Compression, NoCompression
 from torsh_trainer.environments.slurm import Slurm
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, TorshError, nearest
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Job, Strategy
-from torsh_trainer.world import World
+from torsh_trainer.utils import registry
 from torsh_trainer_lightning import other, starting
-from torsh_trainer_lightning.environment import WorldEnvironment, outside, settled, world_of
-from torsh_trainer_lightning.words import spoken
+from torsh_trainer_lightning.environment import (
+    WorldEnvironment,
+    outside,
+    settle_environment,
+    world_of,
+)
+from torsh_trainer_lightning.words import reword_errors
 
 
 class Processes:
@@ -51,7 +56,7 @@ class Processes:
 
     @cluster_environment.setter
     def cluster_environment(self, given: ClusterEnvironment | None) -> None:
-        self._environment = settled(given, os.environ)
+        self._environment = settle_environment(given, os.environ)
 
     @property
     def comm(self) -> Communicator:
@@ -186,8 +191,14 @@ class Chosen(Processes):
         starting.leave_last_job()
         other.introduce(type(self))
         given = {knob: value for knob, value in knobs.items() if value is not None}
-        with spoken(type(self).__name__, str(getattr(name, "name", name))):
-            self.chosen = chosen(name, given)
+        with reword_errors(type(self).__name__, str(getattr(name, "name", name))):
+            self.chosen = choose_strategy(name, given)
+        if precision is not None and precision.is_auto:
+            raise ConfigError(
+                f'{type(self).__name__}(precision=Precision(compute="auto")): Lightning\'s own '
+                "flag decides where nothing else does",
+                fix="leave it out, or name what to compute in",
+            )
         self.compression = compression
         self._comm_options = comm
         self._begin(
@@ -204,7 +215,7 @@ class Chosen(Processes):
         raise NotImplementedError
 
     @classmethod
-    def named(cls, name: str, **knobs: Any) -> Any:
+    def from_name(cls, name: str, **knobs: Any) -> Any:
         """The one that Lightning makes of a registered name, and gives its environment."""
         made = cls(name, **knobs)
         made.cluster_environment = None
@@ -220,11 +231,11 @@ class Chosen(Processes):
         other.check_accelerator(accelerator)
         self._accelerator = accelerator
 
-    def _spoken(self) -> contextlib.AbstractContextManager[None]:
+    def _reword_errors(self) -> contextlib.AbstractContextManager[None]:
         """Within, errors speak as a script does."""
-        return spoken(type(self).__name__, self.chosen.name)
+        return reword_errors(type(self).__name__, self.chosen.name)
 
-    def _resolved(self, job: Job) -> Strategy:
+    def _resolve(self, job: Job) -> Strategy:
         """The strategy that trains ``job`` over these processes.
 
         Parameters that a step does not reach are a fault where several processes wait for one
@@ -241,7 +252,7 @@ class Chosen(Processes):
         environment = self.cluster_environment
         assert environment is not None
         size = self.num_nodes * self.num_processes
-        with self._spoken():
+        with self._reword_errors():
             self.chosen.mesh(World(size=size, nodes=self.num_nodes))
         if isinstance(environment, WorldEnvironment):
             environment.validate_settings(self.num_processes, self.num_nodes)
@@ -265,7 +276,7 @@ def _check_step(environment: ClusterEnvironment) -> None:
         )
 
 
-def chosen(name: str | Strategy, knobs: Mapping[str, Any]) -> Strategy:
+def choose_strategy(name: str | Strategy, knobs: Mapping[str, Any]) -> Strategy:
     """The trainer's strategy of that name with these knobs.
 
     Raises:

@@ -89,17 +89,17 @@ def command(job: Any, rank: int) -> list[str]:
     ]
     own = {
         "hydra.mode": "RUN",
-        "hydra.run.dir": _quoted(job.runtime.output_dir),
+        "hydra.run.dir": _quote(job.runtime.output_dir),
         "hydra.output_subdir": "null",  # one process alone keeps the composition
-        "hydra.job.name": _quoted(f"{job.job.name}_rank_{rank}"),  # and has a log of that name
+        "hydra.job.name": _quote(f"{job.job.name}_rank_{rank}"),  # and has a log of that name
         "hydra.job.num": job.job.num,
-        "hydra.job.id": _quoted(job.job.id),
+        "hydra.job.id": _quote(job.job.id),
     }
     settings = [f"{key}={value}" for key, value in own.items()]
     return [sys.executable, *started, *given, *job.overrides.task, *of_hydra, *settings]
 
 
-def _quoted(value: Any) -> str:
+def _quote(value: Any) -> str:
     text = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{text}"'
 

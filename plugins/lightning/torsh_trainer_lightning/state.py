@@ -13,12 +13,11 @@ from torch.optim import Optimizer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.strategies.base import Engine
-from torsh_trainer.task import whole_shape
 from torsh_trainer_lightning import whole
 
 
 @dataclass(frozen=True)
-class Held:
+class ModuleState:
     """An engine's ``module``, and the optimizers that its author knows, by the engine's names.
 
     Every method is collective. What is cut over ranks comes whole on rank 0 and is empty on others.
@@ -48,8 +47,8 @@ class Held:
         held = self.engine.state_dict()["model"]
         if not self._apart(state, held):
             return state
-        found = whole.gathered({name: {"": value} for name, value in held.items()}, self.comm)
-        if not self.comm.world.is_main:
+        found = whole.gather_slots({name: {"": value} for name, value in held.items()}, self.comm)
+        if not self.comm.world.is_rank_zero:
             return {}
         return {name: found[name][""] if name in found else state[name] for name in state}
 
@@ -94,8 +93,8 @@ class Held:
         if self.whole_state(name):
             return self.optimizers[name].state_dict()
         held = self.engine.state_dict()["optimizer"][name]
-        state = whole.gathered(held["state"], self.comm)
-        return whole.as_torch(held["groups"], state) if self.comm.world.is_main else {}
+        state = whole.gather_slots(held["state"], self.comm)
+        return whole.as_torch(held["groups"], state) if self.comm.world.is_rank_zero else {}
 
     def load_optimizers(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Takes states as torch writes them, by the engine's names, each rank its part.
@@ -127,8 +126,8 @@ class Held:
             return {}
         kept = self.engine.compression.state_dict()
         owed = {name: {"": value} for name, value in kept.get("residual", {}).items()}
-        found = whole.gathered(owed, self.comm)
-        if not self.comm.world.is_main:
+        found = whole.gather_slots(owed, self.comm)
+        if not self.comm.world.is_rank_zero:
             return {}
         shared = {name: value.cpu().clone() for name, value in kept.get("shared", {}).items()}
         return {**kept, "residual": {n: one[""] for n, one in found.items()}, "shared": shared}
@@ -167,4 +166,9 @@ def _cut(
 
 def is_apart(module: nn.Module) -> bool:
     """Whether parameters of a module are cut over processes."""
-    return any(whole.is_cut(p) or whole_shape(p) != p.shape for p in module.parameters())
+    return any(whole.is_cut(p) or _is_empty(p) for p in module.parameters())
+
+
+def _is_empty(parameter: Any) -> bool:
+    """Whether stage 3 of DeepSpeed, which notes its shape, has taken a parameter apart."""
+    return getattr(parameter, "ds_shape", parameter.shape) != parameter.shape

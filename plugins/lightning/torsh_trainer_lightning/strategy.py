@@ -23,20 +23,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.loss_scaling import LossScaler
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.loss_scaling import LossScaler
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job
 from torsh_trainer.strategies.sync_batchnorm import separate, synchronise
-from torsh_trainer.world import World
 from torsh_trainer_lightning import cut, whole
 from torsh_trainer_lightning.adapter import (
     Configured,
     ModuleTask,
-    configured,
-    prepared,
-    rejoined,
+    configure,
+    prepare_engine,
+    rejoin_groups,
     through,
 )
 from torsh_trainer_lightning.checkpoint_io import SafeCheckpointIO
@@ -45,13 +45,13 @@ from torsh_trainer_lightning.given_back import GivenBack, fits
 from torsh_trainer_lightning.precision import (
     EnginePrecision,
     StepWatcher,
-    asked_of,
+    precision_of,
     wants_closure,
 )
 from torsh_trainer_lightning.processes import Chosen, Processes, no_grad
 from torsh_trainer_lightning.starting import TrainerLauncher
-from torsh_trainer_lightning.state import Held, is_apart
-from torsh_trainer_lightning.together import Together, undone
+from torsh_trainer_lightning.state import ModuleState, is_apart
+from torsh_trainer_lightning.together import Together, undo
 from torsh_trainer_lightning.translated import Translation, of_deepspeed, of_horovod
 from torsh_trainer_lightning.words import reword
 
@@ -59,7 +59,7 @@ from torsh_trainer_lightning.words import reword
 class EngineStrategy(Processes, ParallelStrategy):
     """What Lightning asks of a strategy, by an engine and a communicator that somebody gives.
 
-    ``bound`` makes one around a communicator, ``attach`` gives it the engine once there is one;
+    ``bind`` makes one around a communicator, ``attach`` gives it the engine once there is one;
     until then, and for evaluation without training, the module itself is called.
     """
 
@@ -92,7 +92,7 @@ class EngineStrategy(Processes, ParallelStrategy):
         )
 
     @classmethod
-    def bound(cls, *, comm: Communicator, precision: Precision = Precision()) -> EngineStrategy:
+    def bind(cls, *, comm: Communicator, precision: Precision = Precision()) -> EngineStrategy:
         """One whose processes have met already; ``precision`` is what its engine is told."""
         strategy = cls(
             parallel_devices=[comm.device] * comm.world.local_size,
@@ -166,7 +166,7 @@ class EngineStrategy(Processes, ParallelStrategy):
     def precision_plugin(self, plugin: LightningPrecision | None) -> None:
         self._precision_plugin = plugin  # as it was given: Lightning looks whether it was
         inner = plugin or LightningPrecision()
-        asked = asked_of(inner)
+        asked = precision_of(inner)
         if self._knobs is not None and (asked != Precision() or inner.precision != "32-true"):
             raise ConfigError(
                 f"the Trainer has precision={inner.precision}, and the strategy has "
@@ -175,6 +175,11 @@ class EngineStrategy(Processes, ParallelStrategy):
             )
         knobs = asked if self._knobs is None else self._knobs
         self._engine_precision = EnginePrecision(self, knobs, inner)
+
+    def compute_in(self, precision: Precision) -> None:
+        """Tells what the engine is told, where that was not known when this was made."""
+        self._knobs = precision
+        self.precision_plugin = self._precision_plugin
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -209,32 +214,32 @@ class EngineStrategy(Processes, ParallelStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's validation step."""
         with self.precision_plugin.val_step_context():
-            return self._evaluated("validation_step", *args, **kwargs)
+            return self._evaluate_through("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's test step."""
         with self.precision_plugin.test_step_context():
-            return self._evaluated("test_step", *args, **kwargs)
+            return self._evaluate_through("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's predict step."""
         with self.precision_plugin.predict_step_context():
-            return self._evaluated("predict_step", *args, **kwargs)
+            return self._evaluate_through("predict_step", *args, **kwargs)
 
-    def _evaluated(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate_through(self, method: str, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         if self._engine is None:
             return getattr(module, method)(*args, **kwargs)
-        result = self._forwarded(self._engine, method, *args, **kwargs)
+        result = self._forward_through(self._engine, method, *args, **kwargs)
         if self._together is not None:
             trainer = module.trainer
             loop: Any = trainer._active_loop
             for _ in self._together.rest(last=loop.batch_progress.is_last_batch):
-                with undone(module, trainer._results, self.root_device):
-                    self._forwarded(self._engine, method, *args, **kwargs)
+                with undo(module, trainer._results, self.root_device):
+                    self._forward_through(self._engine, method, *args, **kwargs)
         return result
 
-    def _forwarded(self, engine: Engine, method: str, *args: Any, **kwargs: Any) -> Any:
+    def _forward_through(self, engine: Engine, method: str, *args: Any, **kwargs: Any) -> Any:
         module = self._module
         apart = no_grad() if torch.is_inference_mode_enabled() and is_apart(module) else _AS_IT_IS
         with apart, engine.evaluation_forward() as wrapper:
@@ -259,7 +264,7 @@ class EngineStrategy(Processes, ParallelStrategy):
         finally:
             self.syncs = before
 
-    def weighed(self, loss: Tensor) -> Tensor:
+    def weigh(self, loss: Tensor) -> Tensor:
         """``loss`` as it enters backward: by what its batch weighs."""
         return loss
 
@@ -283,7 +288,7 @@ class EngineStrategy(Processes, ParallelStrategy):
 
     def on_train_start(self) -> None:
         """Callbacks have been told that a fit starts, and may have changed the optimizers."""
-        rejoined(self.configured, self.engine)
+        rejoin_groups(self.configured, self.engine)
 
     # -- checkpoints: whole, on rank 0 -----------------------------------------------------------
 
@@ -299,9 +304,9 @@ class EngineStrategy(Processes, ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @property
-    def held(self) -> Held:
+    def held(self) -> ModuleState:
         """What the engine holds."""
-        return Held(self.engine, self.comm, self._module, self.configured.by_name)
+        return ModuleState(self.engine, self.comm, self._module, self.configured.by_name)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state with whole tensors; under a sharding engine on rank 0 alone."""
@@ -328,7 +333,7 @@ class EngineStrategy(Processes, ParallelStrategy):
         Raises:
             ConfigError: they are of other optimizers.
         """
-        rejoined(self.configured, self.engine)  # callbacks may have been restored before
+        rejoin_groups(self.configured, self.engine)  # callbacks may have been restored before
         ours, states = list(self.configured.by_name), checkpoint["optimizer_states"]
         if len(ours) != len(states):
             raise ConfigError(
@@ -371,7 +376,7 @@ class TorshStrategy(Chosen, EngineStrategy):
         Raises:
             TorshError: it is invalid, or something of it has no translation.
         """
-        return cls._translated(of_deepspeed(path, **reading))
+        return cls._from_translation(of_deepspeed(path, **reading))
 
     @classmethod
     def from_horovod(cls, path: str | Path, **reading: Any) -> TorshStrategy:
@@ -383,10 +388,10 @@ class TorshStrategy(Chosen, EngineStrategy):
         Raises:
             TorshError: it is invalid, or something of it has no translation.
         """
-        return cls._translated(of_horovod(path, **reading))
+        return cls._from_translation(of_horovod(path, **reading))
 
     @classmethod
-    def _translated(cls, translation: Translation) -> TorshStrategy:
+    def _from_translation(cls, translation: Translation) -> TorshStrategy:
         translation.show()
         made = cls(translation.strategy, precision=translation.precision)
         made.translation = translation
@@ -456,8 +461,8 @@ class TorshStrategy(Chosen, EngineStrategy):
     def _train(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         task = ModuleTask(module)
         job = self._job(trainer, module, task)
-        strategy = self._resolved(job)
-        self.attach(prepared(strategy, job, self.comm, task), task.configured)
+        strategy = self._resolve(job)
+        self.attach(prepare_engine(strategy, job, self.comm, task), task.configured)
 
     def _go_on(self, engine: Engine, module: pl.LightningModule, *, fits: bool) -> None:
         """With a module that an engine still has cut over the processes (see ``teardown``)."""
@@ -470,7 +475,7 @@ class TorshStrategy(Chosen, EngineStrategy):
                 use="make the module anew, and load a checkpoint into it",
             )
         self._sync_batchnorm(module)
-        made = configured(module)
+        made = configure(module)
         engine.optimizers = made.by_name
         self.attach(engine, made)
 

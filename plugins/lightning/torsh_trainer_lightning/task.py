@@ -23,23 +23,23 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.optim import Optimizer
 
-from torsh_trainer.course import Likened, Setting
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.errors import ConfigError, Unsupported, nearest
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.schedule.base import Schedule
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.optim.schedule.base import Schedule
 from torsh_trainer.strategies.base import Clip
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.tasks.base import DataSource
+from torsh_trainer.training.program import ComparisonMode, ProgramContext, ProgramTask
 from torsh_trainer_lightning.checks import check
-from torsh_trainer_lightning.loop.course import LightningCourse
 from torsh_trainer_lightning.loop.facade import WORDS, Facade
-from torsh_trainer_lightning.loop.order import GlobalOrder, Order
+from torsh_trainer_lightning.loop.factory import LightningProgramFactory
+from torsh_trainer_lightning.loop.order import GlobalOrder, LightningOrder
 from torsh_trainer_lightning.loop.shares import Shares
 from torsh_trainer_lightning.loop.stages import Stages
-from torsh_trainer_lightning.other import adopted
+from torsh_trainer_lightning.other import adopt
 
 
-class LightningTask(Task):
+class LightningTask(ProgramTask):
     """A LightningModule and its data module, trained as Lightning means it by an engine of ours.
 
     ``module`` and ``datamodule`` are objects, or callables that make them: those are called under
@@ -93,8 +93,8 @@ class LightningTask(Task):
         enable_autolog_hparams: bool = True,
     ) -> None:
         self.optimizer = OptimizerSpec()
-        self.callbacks: list[Callback] = _listed(callbacks)
-        self.loggers: list[Logger] = _listed(loggers)
+        self.callbacks: list[Callback] = _list_enabled(callbacks)
+        self.loggers: list[Logger] = _list_enabled(loggers)
         if order not in _ORDERS:
             raise ConfigError(f"task.order={order} is unknown", fix=nearest(order, _ORDERS))
         self.order = order
@@ -131,8 +131,8 @@ class LightningTask(Task):
             "profiler": profiler,
             "enable_autolog_hparams": enable_autolog_hparams,
         }
-        self._likened: Likened | None = None
-        self._course: LightningCourse | None = None
+        self._comparison: ComparisonMode | None = None
+        self._factory: LightningProgramFactory | None = None
 
     # -- the contract of a task -----------------------------------------------------------------
 
@@ -140,9 +140,9 @@ class LightningTask(Task):
     def own_order(self) -> bool:  # type: ignore[override]
         return self.order == "lightning"
 
-    def likened(self, how: Likened) -> LightningTask:
+    def compare_as(self, mode: ComparisonMode) -> LightningTask:
         task = copy.copy(self)
-        task._likened = how
+        task._comparison = mode
         # As under fast_dev_run; a logger stays, for callbacks that ask for one.
         task.callbacks = [c for c in self.callbacks if not isinstance(c, _NOT_TRAINING)]
         task.loggers = [DummyLogger()] if self.loggers else []
@@ -152,26 +152,26 @@ class LightningTask(Task):
         task._val_check_interval = None
         return task
 
-    def course(self, setting: Setting) -> LightningCourse:
-        trainer = setting.trainer
+    def plan_program(self, context: ProgramContext) -> LightningProgramFactory:
+        trainer = context.spec
         self._refuse(trainer)
         for speaks in (rank_zero_only, utilities_rank_zero_only):
-            setattr(speaks, "rank", setting.comm.world.rank)  # noqa: B010 - of a function
+            setattr(speaks, "rank", context.comm.world.rank)  # noqa: B010 - of a function
         lightning.seed_everything(trainer.seed, workers=self.seed_workers, verbose=False)
-        datamodule = adopted(_made(self._datamodule, LightningDataModule))
-        module = adopted(_made(self._module, LightningModule))
+        datamodule = adopt(_make_given(self._datamodule, LightningDataModule))
+        module = adopt(_make_given(self._module, LightningModule))
         check(module, datamodule, self.callbacks, self.loggers, trainer.stages)
-        order = self._ordered(setting)
+        order = self._make_order(context)
         order.check(module, self.callbacks, self._flags)
         with _quiet():
             facade = Facade(
                 order=order,
-                strategy=order.bound(setting.comm, trainer.precision),
+                strategy=order.bind_strategy(context.comm, trainer.precision),
                 callbacks=list(self.callbacks),
                 logger=list(self.loggers) or False,
-                default_root_dir=str(setting.run_dir / "lightning"),
-                taken=None if trainer.checkpoint.dir else setting.run_dir.resolve() / "checkpoints",
-                shares=self._shares(setting, manual=not module.automatic_optimization),
+                default_root_dir=str(context.run_dir / "lightning"),
+                taken=None if trainer.checkpoint.dir else context.run_dir.resolve() / "checkpoints",
+                shares=self._shares(context, manual=not module.automatic_optimization),
                 **self._facade_flags(trainer, manual=not module.automatic_optimization),
             )
         resume = trainer.checkpoint.resume
@@ -179,21 +179,21 @@ class LightningTask(Task):
             facade,
             module,
             datamodule,
-            setting.comm.device,
+            context.comm.device,
             stages=trainer.stages,
             ckpt_path=resume if resume.endswith(".ckpt") else self.ckpt_path,
             trust_ckpt=self.trust_ckpt,
             after_fit=self._after_fit(trainer),
         )
-        self._course = LightningCourse(
-            setting,
+        self._factory = LightningProgramFactory(
+            context,
             stages,
             clip=Clip(trainer.max_grad_norm, trainer.max_grad_value),
             manual=not module.automatic_optimization,
             own_order=self.own_order,
-            sgd_lr=None if self._likened is None else self._likened.sgd_lr,
+            sgd_lr=None if self._comparison is None else self._comparison.sgd_lr,
         )
-        return self._course
+        return self._factory
 
     def _after_fit(self, trainer: Any) -> str | None:
         word = self.ckpt_path_after_fit
@@ -204,39 +204,39 @@ class LightningTask(Task):
             )
         return None if trainer.fast_dev_run else word
 
-    def _shares(self, setting: Setting, *, manual: bool) -> Shares | None:
+    def _shares(self, context: ProgramContext, *, manual: bool) -> Shares | None:
         """The shares of several processes, where this one stands for them."""
-        mesh = setting.mesh
-        if self._likened is None or not self.own_order or self._likened.processes == mesh.dp:
+        mesh = context.mesh
+        if self._comparison is None or not self.own_order or self._comparison.processes == mesh.dp:
             return None
         if manual:
             raise Unsupported(
                 "under manual optimization one process cannot take the batches of "
-                f"{self._likened.processes} in turn: the module steps after each",
+                f"{self._comparison.processes} in turn: the module steps after each",
                 fix="compare strategies of as many processes: leave single out, say",
             )
-        each = self._likened.processes // mesh.dp
+        each = self._comparison.processes // mesh.dp
         first = mesh.dp_rank * each
         return Shares(
-            range(first, first + each), self._likened.processes, device=setting.comm.device
+            range(first, first + each), self._comparison.processes, device=context.comm.device
         )
 
     def build_model(self) -> nn.Module:
-        assert self._course is not None
-        return self._course.stages.model()
+        assert self._factory is not None
+        return self._factory.stages.model()
 
     def build_optimizers(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]]
     ) -> Mapping[str, Optimizer]:
-        assert self._course is not None
-        return self._course.configure(self._course.stages.module).by_name
+        assert self._factory is not None
+        return self._factory.configure(self._factory.stages.module).by_name
 
     # -- knobs ----------------------------------------------------------------------------------
 
-    def _ordered(self, setting: Setting) -> Order:
+    def _make_order(self, context: ProgramContext) -> LightningOrder:
         if self.order == GlobalOrder.name:
-            return GlobalOrder(setting.mesh, seed=setting.trainer.seed)
-        return Order()
+            return GlobalOrder(context.mesh, seed=context.spec.seed)
+        return LightningOrder()
 
     def _facade_flags(self, trainer: Any, *, manual: bool) -> dict[str, Any]:
         """The flags of lightning.Trainer that the knobs of the run come to."""
@@ -291,21 +291,24 @@ class LightningTask(Task):
         one = "give one of trainer.max_grad_norm and trainer.max_grad_value"
         asked = {
             "the group optimizer": (
-                not _is_default(self.optimizer),
+                not _is_default(self.optimizer) or _is_named("optimizer", trainer.command),
                 "the module's configure_optimizers says it: leave the group as it is",
             ),
             f"schedule={getattr(schedule, 'name', '')}": (
                 paced,
                 "the module's configure_optimizers says it: write schedule=constant",
             ),
-            "the group data": (type(self.data) is not DataSource, _LOADERS),
             ", ".join(loading): (bool(loading), _LOADERS),
+            "the group data": (
+                type(self.data) is not DataSource or _is_named("data", trainer.command),
+                _LOADERS,
+            ),
             f"trainer.ema_decay={trainer.ema_decay}": (
                 trainer.ema_decay is not None,
                 "use task.callbacks with lightning.pytorch.callbacks.EMAWeightAveraging, under ddp",
             ),
             "trainer.compile=true": (
-                trainer.compile,
+                trainer.compile is True,
                 "call self.compile() or torch.compile in the module's configure_model",
             ),
             f"trainer.eval_every={trainer.eval_every}": (
@@ -322,10 +325,17 @@ class LightningTask(Task):
                 raise Unsupported(f"task=lightning cannot honour {option}", fix=fix)
 
 
-_ORDERS = (Order.name, GlobalOrder.name)
+_ORDERS = (LightningOrder.name, GlobalOrder.name)
 _LOADERS = "the module's loaders say it: set it there, by task.datamodule"
 _NOT_TRAINING = (Checkpoint, EarlyStopping, ModelSummary, ProgressBar)
 """Callbacks of no use, or in the way, where runs are compared."""
+
+
+def _is_named(group: str, command: Sequence[str]) -> bool:
+    """Whether our command line sets ``group``, be it to what it is anyway."""
+    ours = "torsh_trainer" in command[:3]  # not a script of the user's, with words of its own
+    keys = (word.lstrip("+~").partition("=")[0] for word in command if ours)
+    return any(key.partition(".")[0].partition("@")[0] == group for key in keys)
 
 
 def _is_default(spec: OptimizerSpec) -> bool:
@@ -345,13 +355,13 @@ def _any(things: Sequence[Any], kind: type) -> bool:
     return any(isinstance(thing, kind) for thing in things)
 
 
-def _listed(things: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
+def _list_enabled(things: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     """Without what is switched off by null."""
     values = things.values() if isinstance(things, Mapping) else things
-    return [adopted(thing) for thing in values if thing is not None]
+    return [adopt(thing) for thing in values if thing is not None]
 
 
-def _made(given: Any, kind: type) -> Any:
+def _make_given(given: Any, kind: type) -> Any:
     """The object itself, or what a callable makes; a compiled module with its steps compiled."""
     is_made = given is None or isinstance(given, kind | nn.Module) or not callable(given)
     made = given if is_made else given()

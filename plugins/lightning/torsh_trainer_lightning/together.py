@@ -95,7 +95,7 @@ def _look_ahead(fetcher: _DataFetcher) -> None:
 
 
 @contextlib.contextmanager
-def undone(
+def undo(
     module: nn.Module, results: Mapping[str, Any] | None, device: torch.device
 ) -> Iterator[None]:
     """Within, a step of the module's may do again what it does; then that has not been.
@@ -105,7 +105,7 @@ def undone(
     """
     random = rng_state(device)
     logged = {key: dict(vars(entry)) for key, entry in (results or {}).items()}
-    attributes = [(vars(each), _kept(vars(each))) for each in module.modules()]
+    attributes = [(vars(each), _copy_attributes(vars(each))) for each in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -120,7 +120,7 @@ def undone(
             buffer.copy_(value)
 
 
-def _kept(own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _copy_attributes(own: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Attributes that a step may change: each with a copy, where it can be changed in place."""
     kept: dict[str, tuple[Any, Any]] = {}
     for name, value in own.items():

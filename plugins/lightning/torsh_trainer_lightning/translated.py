@@ -11,15 +11,16 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-from torsh_trainer import registry
+from torsh_trainer.emulation.knobs import StartKnobs
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.integrations.deepspeed import DeepSpeedConfig, DeepSpeedIntegration
-from torsh_trainer.precision import DTypeName, LossScaling, Precision
+from torsh_trainer.optim.precision import DTypeName, LossScaling, Precision
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.translate.horovod.job import Options as HorovodOptions
 from torsh_trainer.translate.horovod.translator import translate as horovod
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.table import table_of
+from torsh_trainer.utils import registry
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ def _of(plan: Plan) -> Translation:
     values = {group: _below(plan, group) for group in ("strategy", "precision", "trainer")}
     trainer = values["trainer"]
     kind = registry.strategy_class(plan.choices["strategy"])
-    taken = {*_FLAGS, *_JOB, "on_nonfinite"}
-    job = {name: trainer[name] for name in _JOB if name in trainer}
+    start = StartKnobs.among(trainer)
+    taken = {*_FLAGS, *start, "on_nonfinite"}
+    job: dict[str, Any] = {"emulation": StartKnobs(**start).emulation} if start else {}
     if trainer.get("on_nonfinite") == "skip":
         job["skip_nonfinite"] = True
     left = {
@@ -116,7 +118,6 @@ def _of(plan: Plan) -> Translation:
 
 _FLAGS = {"accumulate": "accumulate_grad_batches", "max_grad_norm": "gradient_clip_val"}
 """Knobs of the trainer's, and the Trainer's flags of that meaning."""
-_JOB = ("phantom_lr", "phantom_state")
 
 
 def _below(plan: Plan, group: str) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.strategies.base import FlatShard
 
 Slots = Mapping[str, Mapping[str, Any]]
 """Values by name and slot, as ``Engine.state_dict`` has them of an optimizer."""
@@ -22,7 +22,7 @@ def is_cut(value: Any) -> bool:
     return isinstance(value, DTensor | FlatShard)
 
 
-def gathered(slots: Slots, comm: Communicator) -> dict[str, dict[str, Any]]:
+def gather_slots(slots: Slots, comm: Communicator) -> dict[str, dict[str, Any]]:
     """Every value whole, on the CPU of rank 0; other ranks get nothing. Collective.
 
     Ranks may hold other names; what several hold whole is the same on all of them.
@@ -37,8 +37,8 @@ def gathered(slots: Slots, comm: Communicator) -> dict[str, dict[str, Any]]:
         elif kinds == {"whole"}:
             found[key] = value
         else:
-            found[key] = _assembled(comm.all_gather_object(_sent(value)))
-    if not comm.world.is_main:
+            found[key] = _assemble(comm.all_gather_object(_as_sent(value)))
+    if not comm.world.is_rank_zero:
         return {}
     whole: dict[str, dict[str, Any]] = {}
     for (name, slot), value in found.items():
@@ -52,7 +52,7 @@ def _kind(value: Any) -> str:
     return "flat" if isinstance(value, FlatShard) else "whole"
 
 
-def _sent(value: Any) -> Any:
+def _as_sent(value: Any) -> Any:
     if isinstance(value, FlatShard):
         return value._replace(tensor=_on_cpu(value.tensor))
     return _on_cpu(value)
@@ -62,7 +62,7 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _assembled(parts: list[Any]) -> Any:
+def _assemble(parts: list[Any]) -> Any:
     """One value of what ranks have sent: pieces, or the same whole from some of them."""
     pieces = [part for part in parts if isinstance(part, FlatShard)]
     if not pieces:

@@ -50,13 +50,13 @@ def reword(error: BaseException, *, kind: str = "", name: str = "") -> None:
     if not isinstance(error, TorshError):
         return
     name = str(error.facts.get("strategy", name))
-    error.sentence = reworded(error.sentence, kind=kind, name=name)
-    error.fix = reworded(error.fix, kind=kind, name=name)
+    error.sentence = reword_text(error.sentence, kind=kind, name=name)
+    error.fix = reword_text(error.fix, kind=kind, name=name)
     error.args = (error.sentence,)
 
 
 @contextlib.contextmanager
-def spoken(kind: str, name: str) -> Iterator[None]:
+def reword_errors(kind: str, name: str) -> Iterator[None]:
     """Within, errors are reworded."""
     try:
         yield
@@ -65,7 +65,7 @@ def spoken(kind: str, name: str) -> Iterator[None]:
         raise
 
 
-def reworded(text: str, *, kind: str = "", name: str = "") -> str:
+def reword_text(text: str, *, kind: str = "", name: str = "") -> str:
     """``text`` in those words."""
     text = _METHOD.sub(lambda found: _METHODS[found[1]], text)
     if not kind:
@@ -73,24 +73,24 @@ def reworded(text: str, *, kind: str = "", name: str = "") -> str:
     for pattern, flag in _FLAGS:
         text = pattern.sub(flag, text)
 
-    def chosen(found: re.Match[str]) -> str:
+    def name_chosen(found: re.Match[str]) -> str:
         knobs = [_knob(knob, value) for _, knob, value in _KNOB.findall(found[2])]
-        return f"{kind}({', '.join([_quoted(found[1]), *knobs])})"
+        return f"{kind}({', '.join([_quote(found[1]), *knobs])})"
 
-    def given(found: re.Match[str]) -> str:
+    def name_given(found: re.Match[str]) -> str:
         if found[3] is None:
             return f"{kind}'s {found[2]}"
-        made = f"{kind}({_quoted(name)}, {_knob(found[2], found[3])})"
+        made = f"{kind}({_quote(name)}, {_knob(found[2], found[3])})"
         return f"give {made}" if found[1] else made
 
-    return _KNOB.sub(given, _CHOICE.sub(chosen, text))
+    return _KNOB.sub(name_given, _CHOICE.sub(name_chosen, text))
 
 
 def _knob(knob: str, value: str) -> str:
     value = _VALUES.get(value, value)
     plain = value in _VALUES.values() or not value[:1].isalpha()
-    return f"{knob}={value if plain else _quoted(value)}"
+    return f"{knob}={value if plain else _quote(value)}"
 
 
-def _quoted(word: str) -> str:
+def _quote(word: str) -> str:
     return f'"{word}"'

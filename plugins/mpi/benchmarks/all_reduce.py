@@ -20,8 +20,8 @@ from torsh_mpi.launcher import Mpi
 
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions
+from torsh_trainer.environments.world import World
 from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.world import World
 
 SIZES = [8, 1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 << 20]
 BLOCKS = 7
@@ -40,14 +40,15 @@ def measure(world: World) -> None:
     comm = create(world, CommOptions(backend="mpi"), torch.device("cpu"))
     raw = dist.group.WORLD._comm  # the same communicator, without anything around it
     gloo = dist.new_group(backend="gloo")
-    if world.is_main:
+    if world.is_rank_zero:
         print(
             f"{'bytes':>12} {'mpi4py':>10} {'pg.allreduce':>13} {'dist.all_reduce':>16}"
             f" {'in the room':>12} {'gloo':>10} {'added':>8} {'ratio':>7}"
         )
     for size in SIZES:
         tensor = torch.ones(size // 4)
-        inside = comm.zeros(size // 4 + 1, torch.float32)  # no other has so many elements
+        # No other has so many elements.
+        inside = comm.shared_memory.zeros(size // 4 + 1, torch.float32)
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
         options = dist.AllreduceOptions()
         options.asyncOp = False
@@ -69,8 +70,8 @@ def measure(world: World) -> None:
         counts = {name: repeats(raw, way) for name, way in ways.items()}
         for _ in range(BLOCKS):
             for name, way in ways.items():
-                found[name].append(timed(raw, way, counts[name]))
-        if world.is_main:
+                found[name].append(time_calls(raw, way, counts[name]))
+        if world.is_rank_zero:
             us = {name: statistics.median(times) * 1e6 for name, times in found.items()}
             print(
                 f"{size:>12} {us['mpi4py']:>10.2f} {us['group']:>13.2f} {us['dist']:>16.2f} "
@@ -81,7 +82,7 @@ def measure(world: World) -> None:
     comm.close()
 
 
-def timed(raw: MPI.Intracomm, way: Callable[[], None], count: int) -> float:
+def time_calls(raw: MPI.Intracomm, way: Callable[[], None], count: int) -> float:
     """Seconds a call, all ranks starting together."""
     raw.Barrier()
     began_s = time.perf_counter()
@@ -94,7 +95,7 @@ def repeats(raw: MPI.Intracomm, way: Callable[[], None]) -> int:
     """Calls that fill a block; the same on every rank."""
     for _ in range(3):
         way()
-    return raw.bcast(max(2, min(5000, int(BLOCK_S / timed(raw, way, 3)))))
+    return raw.bcast(max(2, min(5000, int(BLOCK_S / time_calls(raw, way, 3)))))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torsh_trainer.testing.odd import (
     check_plain,
     check_refused,
 )
-from torsh_trainer.testing.ranks import OPTIONS, shared
+from torsh_trainer.testing.ranks import OPTIONS, shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyData
 
@@ -29,18 +29,18 @@ scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=["once", "accumul
 @pytest.mark.parametrize("kind", [*HOOKS, *MEMORY, *GRADIENTS, "repeated", "repeated_within"])
 @pytest.mark.parametrize("zero1", [False, True])
 def test_it_trains_as_in_plain_pytorch(zero1: bool, kind: Kind, scenario: Scenario) -> None:
-    check_plain(shared(2, options=OVER_MPI), MPI(zero1=zero1), kind, scenario)
+    check_plain(shared_pool(2, options=OVER_MPI), MPI(zero1=zero1), kind, scenario)
 
 
 @pytest.mark.parametrize("kind", OVERLAPS)
 def test_parameters_in_the_same_memory_train_whole_and_are_refused_where_they_are_cut(
     kind: Kind,
 ) -> None:
-    check_plain(shared(2, options=OVER_MPI), MPI(), kind)
+    check_plain(shared_pool(2, options=OVER_MPI), MPI(), kind)
     words = "strategy.zero1=true", "'blocks.0.linear.bias' and 'blocks.1.linear.bias'"
-    check_refused(shared(2, options=OVER_MPI), MPI(zero1=True), kind, *words)
+    check_refused(shared_pool(2, options=OVER_MPI), MPI(zero1=True), kind, *words)
 
 
 def test_a_hook_on_an_accumulated_gradient_is_refused() -> None:
-    pool = shared(2, options=OVER_MPI)
+    pool = shared_pool(2, options=OVER_MPI)
     check_refused(pool, MPI(), "accumulated", "'head.weight'", "register_hook")

@@ -58,5 +58,20 @@ class TestHSDP(StrategyContract):
     world_sizes = (4,)
 
 
+class TestDDPBesideTheSameSamples(StrategyContract):
+    strategy = DDP()
+    comm_options = MPI
+    world_sizes = (2,)
+    model_replicate = 2
+    for_unused = DDP(find_unused_parameters=True)
+
+
+class TestBuiltInWithZero1BesideTheSameSamples(StrategyContract):
+    strategy = builtin.MPI(zero1=True, find_unused_parameters=True)
+    comm_options = MPI
+    world_sizes = (2,)
+    model_replicate = 2
+
+
 class TestLauncher(LauncherContract):
     launcher = Mpi(num_processes=2)

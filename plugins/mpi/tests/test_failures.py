@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torsh_mpi.launcher import Mpi
-from torsh_mpi.seats import TOLERANT, Mpirun, Seats
+from torsh_mpi.seats import TOLERANT, Mpirun, ProcessSlots
 
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, WorkerError
 from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.testing.ranks import OPTIONS, RankFailure, RankPool, shared
+from torsh_trainer.testing.ranks import OPTIONS, RankFailure, RankPool, shared_pool
 
 MPI = replace(OPTIONS, backend="mpi")
 HASTY = replace(MPI, timeout_s=2.0)
@@ -107,7 +107,7 @@ class TestMismatches:
                 words_of(lambda: dist.broadcast(torch.ones(2).to_sparse(), src=0)),
             ]
 
-        for texts in shared(2, options=MPI).run(case):
+        for texts in shared_pool(2, options=MPI).run(case):
             assert all(texts), texts
 
 
@@ -200,11 +200,11 @@ class TestLateness:
 
         def case(comm):
             from torsh_mpi.lane import Lane
-            from torsh_mpi.watch import Attendance, Watched
+            from torsh_mpi.watch import GroupStatus, WatchedGroup
 
             lane = Lane("freed", lambda name, error: error)
-            alone = Attendance(None, rank=0, ranks=[0, 1], name="freed")
-            watched = Watched(lane, alone, timeout_s=0.01, interrupt=lambda: False)
+            alone = GroupStatus(None, rank=0, ranks=[0, 1], name="freed")
+            watched = WatchedGroup(lane, alone, timeout_s=0.01, interrupt=lambda: False)
             lane.enter("all_reduce")
 
             def look():
@@ -249,7 +249,7 @@ class TestDeath:
     def test_the_stand_ins_end_when_their_holder_is_killed(self):
         script = (
             "import os, signal; from torsh_mpi.seats import *; "
-            "seats = Seats(2, mpirun=Mpirun(), env=os.environ); "
+            "seats = ProcessSlots(2, mpirun=Mpirun(), env=os.environ); "
             "print(seats._process.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
         )
         answer = subprocess.run(
@@ -299,7 +299,7 @@ class TestSetUp:
     def test_an_mpirun_that_refuses_is_quoted(self):
         wants = Mpirun(arguments=("--map-by", "ppr:1:node:NOOVERSUBSCRIBE"))
         with pytest.raises(TorshError) as caught:
-            Seats(64, mpirun=wants, env=os.environ)
+            ProcessSlots(64, mpirun=wants, env=os.environ)
         assert "mpirun refused" in str(caught.value)
         assert "mpirun" in caught.value.fix
 
@@ -314,7 +314,7 @@ class TestSetUp:
     def test_processes_on_several_hosts_are_told_to_use_mpirun(self):
         from torsh_mpi import seats
 
-        from torsh_trainer.world import World
+        from torsh_trainer.environments.world import World
 
         world = World(rank=0, size=4, local_rank=0, local_size=2, nodes=2, source="torchrun")
         with pytest.raises(ResourceError, match="mpirun --hostfile"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp
 
-from torsh_trainer.testing.ranks import OPTIONS, shared
+from torsh_trainer.testing.ranks import OPTIONS, shared_pool
 
 MPI = replace(OPTIONS, backend="mpi")
 SIZES = (2, 4)
@@ -28,7 +28,7 @@ SHAPES = ((), (0,), (5,), (7, 3), (40_001,))
 
 
 def on_ranks(case, size, *args, backend="mpi"):
-    return shared(size, options=replace(OPTIONS, backend=backend)).run(case, *args)
+    return shared_pool(size, options=replace(OPTIONS, backend=backend)).run(case, *args)
 
 
 def numbers(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = (6,)) -> torch.Tensor:

@@ -15,7 +15,7 @@ import pytest
 from torsh_mpi import folders, loopback
 from torsh_mpi.folders import PREFIX, Folder, remove_orphans
 from torsh_mpi.launcher import Mpi
-from torsh_mpi.seats import Mpirun, Seats
+from torsh_mpi.seats import Mpirun, ProcessSlots
 
 from torsh_trainer.launchers.base import LaunchContext
 
@@ -70,7 +70,7 @@ def test_the_next_job_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     script = (
         "import os, signal; from torsh_mpi.seats import *; "
-        "seats = Seats(2, mpirun=Mpirun(), env=os.environ); "
+        "seats = ProcessSlots(2, mpirun=Mpirun(), env=os.environ); "
         "print(seats._process.pid, *[f.path for f in seats._folders], flush=True); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -89,7 +89,7 @@ def test_the_next_job_removes_what_a_killed_one_has_left(tmp_path, monkeypatch, 
     end_s = time.monotonic() + 30
     while Path("/proc", mpirun).exists() and time.monotonic() < end_s:
         time.sleep(0.05)
-    with Seats(2, mpirun=Mpirun(), env=env):
+    with ProcessSlots(2, mpirun=Mpirun(), env=env):
         assert not [path for path in left if Path(path).exists()]
     assert list(tmp_path.iterdir()) == []
 
@@ -111,7 +111,7 @@ def listening(pid: int | str) -> list[tuple[str, bytes]]:
 
 
 def test_mpirun_listens_on_the_loopback_device_alone():
-    seats = Seats(2, mpirun=Mpirun(), env=os.environ)
+    seats = ProcessSlots(2, mpirun=Mpirun(), env=os.environ)
     try:
         found = listening(seats._process.pid)
         assert found

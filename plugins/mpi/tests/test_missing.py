@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torsh_mpi.seats import Mpirun
 
-from torsh_trainer.comm import all_reduce, destroy_process_group, init_process_group
+from torsh_trainer.distributed import all_reduce, destroy_process_group, init_process_group
 from torsh_trainer.errors import ResourceError, TorshError
 from torsh_trainer.testing.ranks import RankPool, torchrun_variables
 

@@ -12,7 +12,7 @@ from torsh_mpi import parts as module
 from torsh_mpi.agreement import FIRST
 from torsh_mpi.shared import MIN_COUNT
 
-from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
+from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared_pool
 
 MPI = replace(OPTIONS, backend="mpi")
 COUNTS = [MIN_COUNT, 7, 3 * MIN_COUNT + 1, 1]
@@ -32,7 +32,7 @@ def test_who_is_late_or_puts_them_in_another_order_changes_nothing(size, twice, 
         rank, size = comm.world.rank, comm.world.size
         limit = module.TWICE_BYTES
         module.TWICE_BYTES = limit if twice else 0
-        parts = comm.parts(COUNTS, torch.float32, op=op)
+        parts = comm.shared_memory.parts(COUNTS, torch.float32, op=op)
         module.TWICE_BYTES = limit
         found = []
         for step in range(6):
@@ -51,22 +51,23 @@ def test_who_is_late_or_puts_them_in_another_order_changes_nothing(size, twice, 
             found.append(list(map(torch.equal, own, expected)))
         return found
 
-    assert shared(size, options=MPI).run(case) == [[[True] * len(COUNTS)] * 6] * size
+    assert shared_pool(size, options=MPI).run(case) == [[[True] * len(COUNTS)] * 6] * size
 
 
 def test_there_are_none_of_what_is_small_or_unsigned_or_elsewhere():
     def case(comm):
-        few = comm.parts([MIN_COUNT - 1], torch.float32)
-        unsigned = comm.parts([MIN_COUNT], torch.uint64)
-        return few is None, unsigned is None, comm.parts([MIN_COUNT], torch.float32) is None
+        memory = comm.shared_memory
+        few = memory.parts([MIN_COUNT - 1], torch.float32)
+        unsigned = memory.parts([MIN_COUNT], torch.uint64)
+        return few is None, unsigned is None, memory.parts([MIN_COUNT], torch.float32) is None
 
-    assert shared(2, options=MPI).run(case) == [(True, True, False)] * 2
-    assert shared(2).run(case) == [(True, True, True)] * 2
+    assert shared_pool(2, options=MPI).run(case) == [(True, True, False)] * 2
+    assert shared_pool(2).run(lambda comm: comm.shared_memory is None) == [True] * 2
 
 
 def test_who_puts_parts_while_another_reduces_is_told():
     def case(comm):
-        parts = comm.parts([2 * MIN_COUNT], torch.float32)
+        parts = comm.shared_memory.parts([2 * MIN_COUNT], torch.float32)
         for _ in range(FIRST):
             dist.all_reduce(torch.ones(1))
         try:
@@ -87,7 +88,7 @@ def test_who_puts_parts_while_another_reduces_is_told():
 
 def test_a_part_that_comes_twice_is_refused():
     def case(comm):
-        parts = comm.parts([MIN_COUNT, MIN_COUNT], torch.float32)
+        parts = comm.shared_memory.parts([MIN_COUNT, MIN_COUNT], torch.float32)
         parts.put(1, torch.ones(MIN_COUNT))
         try:
             parts.put(1, torch.ones(MIN_COUNT))
@@ -95,6 +96,6 @@ def test_a_part_that_comes_twice_is_refused():
             return str(error)
         return ""
 
-    for words in shared(2, options=MPI).run(case):
+    for words in shared_pool(2, options=MPI).run(case):
         assert "a gradient came twice" in words
         assert "strategy.overlap=false" in words

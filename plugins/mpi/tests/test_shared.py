@@ -27,14 +27,14 @@ from torsh_trainer.comm import create
 from torsh_trainer.comm.reducer import BucketReducer
 from torsh_trainer.errors import WorkerError
 from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.strategies import builtin, native, shared_buckets
+from torsh_trainer.strategies import builtin, engine_state, shared_buckets
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.shared_buckets import share_buckets
 from torsh_trainer.strategies.sums import Entering
 from torsh_trainer.testing.cases import Driver, resume
 from torsh_trainer.testing.compare import same_resumed
-from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared
-from torsh_trainer.testing.reference import Outcome, Scenario
+from torsh_trainer.testing.ranks import OPTIONS, RankPool, shared_pool
+from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.zero1 import check_zero1
 
 MPI = replace(OPTIONS, backend="mpi")
@@ -175,7 +175,8 @@ class TestSums:
             for dtype, op in pairs():
                 everyone = [values(r, MIN_COUNT + 7, dtype) for r in range(size)]
                 expected = bits(in_order(op, everyone))
-                inside, outside = comm.zeros(MIN_COUNT + 7, dtype), everyone[rank].clone()
+                inside = comm.shared_memory.zeros(MIN_COUNT + 7, dtype)
+                outside = everyone[rank].clone()
                 inside.copy_(everyone[rank])
                 with no_messages():
                     dist.all_reduce(inside, op=getattr(ReduceOp, op))
@@ -184,7 +185,7 @@ class TestSums:
                     wrong.append((str(dtype), op))
             return wrong
 
-        assert shared(size, options=MPI).run(case) == [[]] * size
+        assert shared_pool(size, options=MPI).run(case) == [[]] * size
 
     def test_any_number_of_elements_gives_the_same_bits_on_every_rank(self, size):
         def case(comm):
@@ -192,7 +193,8 @@ class TestSums:
             found = []
             for count in COUNTS:
                 everyone = [values(r, count, torch.float32) for r in range(size)]
-                inside, outside = comm.zeros(count, torch.float32), everyone[rank].clone()
+                inside = comm.shared_memory.zeros(count, torch.float32)
+                outside = everyone[rank].clone()
                 inside.copy_(everyone[rank])
                 with no_messages():
                     dist.all_reduce(inside)
@@ -201,15 +203,15 @@ class TestSums:
                 found.append((torch.equal(inside, expected), torch.equal(outside, expected)))
             return found
 
-        assert shared(size, options=MPI).run(case) == [[(True, True)] * len(COUNTS)] * size
+        assert shared_pool(size, options=MPI).run(case) == [[(True, True)] * len(COUNTS)] * size
 
     def test_premul_sum_multiplies_first(self, size):
         def case(comm):
-            inside = comm.zeros(MIN_COUNT, torch.float32).fill_(comm.world.rank + 1.0)
+            inside = comm.shared_memory.zeros(MIN_COUNT, torch.float32).fill_(comm.world.rank + 1.0)
             dist.all_reduce(inside, op=dist._make_nccl_premul_sum(0.5))
             return inside.unique().tolist()
 
-        assert shared(size, options=MPI).run(case) == [[sum(range(1, size + 1)) / 2]] * size
+        assert shared_pool(size, options=MPI).run(case) == [[sum(range(1, size + 1)) / 2]] * size
 
     def test_autograd_does_not_mind(self, size):
         def case(comm):
@@ -218,12 +220,12 @@ class TestSums:
             with torch.inference_mode():
                 result = torch.ones(STAGED_COUNT)
                 dist.all_reduce(result, async_op=True).wait()
-            flat = comm.zeros(MIN_COUNT, torch.float32).requires_grad_()
+            flat = comm.shared_memory.zeros(MIN_COUNT, torch.float32).requires_grad_()
             flat.sum().backward()
             return leaf.unique().tolist(), result.unique().tolist(), flat.grad.unique().tolist()
 
         expected = [float(size)], [float(size)], [1.0]
-        assert shared(size, options=MPI).run(case) == [expected] * size
+        assert shared_pool(size, options=MPI).run(case) == [expected] * size
 
     def test_it_does_not_matter_where_a_tensor_lies(self, size):
         """A part, parts that differ by rank, the room on some ranks alone, not contiguous."""
@@ -231,7 +233,7 @@ class TestSums:
         def case(comm):
             rank, size = comm.world.rank, comm.world.size
             count = STAGED_COUNT + 8
-            room = comm.zeros(2 * count, torch.float32)
+            room = comm.shared_memory.zeros(2 * count, torch.float32)
             everyone = [values(r, count, torch.float32) for r in range(size)]
             expected = in_order("SUM", everyone)
             start = count if rank % 2 else 0
@@ -249,7 +251,7 @@ class TestSums:
                 found[name] = torch.equal(place.reshape(-1), expected)
             return found
 
-        for found in shared(size, options=MPI).run(case):
+        for found in shared_pool(size, options=MPI).run(case):
             assert all(found.values()), found
 
 
@@ -258,14 +260,14 @@ class TestRoom:
         def case(comm):
             rank = comm.world.rank
             part = comm.split([0, 2] if rank % 2 == 0 else [1, 3])
-            inside = part.zeros(MIN_COUNT, torch.float32).fill_(2.0**rank)
+            inside = part.shared_memory.zeros(MIN_COUNT, torch.float32).fill_(2.0**rank)
             outside = torch.full((MIN_COUNT,), 2.0**rank)
             part.all_reduce(inside)
             part.all_reduce(outside)
             rooms = [g._channel.room() for g in (part.process_group, comm.process_group)]
             return inside.unique().item(), outside.unique().item(), rooms[0] is not rooms[1]
 
-        assert shared(4, options=MPI).run(case) == [(5.0, 5.0, True), (10.0, 10.0, True)] * 2
+        assert shared_pool(4, options=MPI).run(case) == [(5.0, 5.0, True), (10.0, 10.0, True)] * 2
 
     @pytest.mark.parametrize("failing", [0, 1])
     def test_where_one_rank_cannot_share_memory_all_exchange_messages(self, failing):
@@ -277,21 +279,21 @@ class TestRoom:
             if comm.world.rank == failing:
                 module.mmap = SimpleNamespace(mmap=refuse, ALLOCATIONGRANULARITY=4096)
             part = dist.new_group([0, 1])
-            tensor = part.shared_zeros(MIN_COUNT, torch.float32).fill_(comm.world.rank + 1.0)
+            tensor = part.shared_memory.zeros(MIN_COUNT, torch.float32).fill_(comm.world.rank + 1.0)
             dist.all_reduce(tensor, group=part)
             module.mmap = original
             return tensor.unique().item(), part._channel.room() is None
 
-        assert shared(2, options=MPI).run(case) == [(3.0, True)] * 2
+        assert shared_pool(2, options=MPI).run(case) == [(3.0, True)] * 2
 
     def test_memory_goes_with_the_last_view_of_it(self):
         def case(comm):
             def maps():
                 return Path("/proc/self/maps").read_text().count("torsh-mpi")
 
-            comm.zeros(MIN_COUNT, torch.float32)  # opens the room
+            comm.shared_memory.zeros(MIN_COUNT, torch.float32)  # opens the room
             before = maps()
-            tensor = comm.zeros(MIN_COUNT, torch.float32)
+            tensor = comm.shared_memory.zeros(MIN_COUNT, torch.float32)
             comm.all_reduce(tensor)
             view = tensor[5:]
             del tensor
@@ -299,7 +301,7 @@ class TestRoom:
             del view
             return during > before, maps() == before
 
-        assert shared(2, options=MPI).run(case) == [(True, True)] * 2
+        assert shared_pool(2, options=MPI).run(case) == [(True, True)] * 2
 
     def test_gradients_are_summed_in_the_room(self):
         def case(comm):
@@ -319,7 +321,7 @@ class TestRoom:
             reducer.close()
             return place >= 0, same
 
-        assert shared(2, options=MPI).run(case) == [(True, [True, True])] * 2
+        assert shared_pool(2, options=MPI).run(case) == [(True, [True, True])] * 2
 
     @pytest.mark.parametrize("size", SIZES)
     def test_buckets_of_ddp_are_summed_through_the_room_to_the_same_bits(self, size):
@@ -337,7 +339,7 @@ class TestRoom:
                 found[way] = plain == hooked == beside, places, rebuilt
             return found
 
-        for found in shared(size, options=MPI).run(case):
+        for found in shared_pool(size, options=MPI).run(case):
             for way, (same, places, rebuilt) in found.items():
                 # find_unused_parameters keeps the first layout, which has more than one bucket.
                 assert (same, places > 1, rebuilt) == (True, True, way != ways[-1]), (way, found)
@@ -354,14 +356,14 @@ class TestRoom:
                 for kind in kinds:
                     room._whole.clear()
                     driver = Driver(comm, kind, Scenario())
-                    driver.step(0, Outcome())
+                    driver.step(0, TrainingOutcome())
                     found.append(len(room._whole))
                     driver.engine.close()
             finally:
                 channel.MIN_COUNT = limit
             return found
 
-        for afterwards, overlapping in shared(2, options=MPI).run(case):
+        for afterwards, overlapping in shared_pool(2, options=MPI).run(case):
             assert (afterwards, overlapping > 0) == (0, True)
 
     def test_parameters_of_zero1_are_one_memory_and_each_rank_has_a_part_of_the_state(self):
@@ -370,11 +372,11 @@ class TestRoom:
 
         def case(comm):
             driver = Driver(comm, kind, replace(Scenario(), optimizer="adamw", ema_decay=0.5))
-            engine, outcome = driver.engine, Outcome()
+            engine, outcome = driver.engine, TrainingOutcome()
             for number in range(2):
                 driver.step(number, outcome)
             weight = next(engine.model.parameters())
-            value, main = weight.detach().clone(), comm.world.is_main
+            value, main = weight.detach().clone(), comm.world.is_rank_zero
 
             def reaches():
                 """Whether a rank sees what rank 0 writes."""
@@ -390,7 +392,7 @@ class TestRoom:
                 return seen
 
             within = reaches()
-            with engine._evaluating(averaged=True):
+            with engine._evaluation.running(averaged=True):
                 averaged, alone = weight.detach().clone(), reaches()
             back = torch.equal(weight, value) and not torch.equal(averaged, value)
             held = {id(p) for o in engine.optimizers.values() for p in o.state}
@@ -398,7 +400,7 @@ class TestRoom:
             engine.close()
             return within, alone, back, reaches(), names, averaged.tolist()
 
-        first, second = shared(2, options=MPI).run(case)
+        first, second = shared_pool(2, options=MPI).run(case)
         assert first[:4] == (True, True, True, True)
         assert second[:4] == (True, False, True, False)
         assert first[4]
@@ -408,11 +410,11 @@ class TestRoom:
 
     @pytest.mark.parametrize("kind", [builtin.MPI, DDP])
     def test_zero1_on_four_ranks_ends_where_all_of_them_step_everything(self, kind):
-        check_zero1(shared(4, options=MPI), kind(), kind(zero1=True))
+        check_zero1(shared_pool(4, options=MPI), kind(), kind(zero1=True))
 
     def test_nobody_trains_with_zero1_while_another_still_loads(self):
         def case(comm, slow):
-            plain = native.load_model
+            plain = engine_state.load_model
 
             def late(model, values):
                 kept = {name: tensor.clone() for name, tensor in values.items()}
@@ -422,14 +424,14 @@ class TestRoom:
                     time.sleep(0.5)
                 plain(model, kept)
 
-            native.load_model = late
+            engine_state.load_model = late
             try:
                 return resume(comm, builtin.MPI(zero1=True), Scenario())
             finally:
-                native.load_model = plain
+                engine_state.load_model = plain
 
         for slow in (0, 1):
-            for went_on, resumed in shared(2, options=MPI).run(case, slow):
+            for went_on, resumed in shared_pool(2, options=MPI).run(case, slow):
                 same_resumed(resumed, went_on, 0.0)
 
     def test_who_meets_somebody_who_reduces_is_told(self):
@@ -464,7 +466,7 @@ class TestRoom:
                 took_s.append(time.process_time() - began_s)
             return took_s
 
-        assert max(shared(2, options=MPI).run(case)[0]) < 0.5
+        assert max(shared_pool(2, options=MPI).run(case)[0]) < 0.5
 
 
 class TestFailures:
@@ -524,7 +526,7 @@ class TestFailures:
     def test_a_rank_that_dies_ends_the_job_with_one_error(self):
         def entry(world):
             comm = create(world, MPI, torch.device("cpu"))
-            tensor = comm.zeros(MIN_COUNT, torch.float32)
+            tensor = comm.shared_memory.zeros(MIN_COUNT, torch.float32)
             comm.all_reduce(tensor)
             if world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)

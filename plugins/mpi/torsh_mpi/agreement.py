@@ -69,7 +69,7 @@ class Agreement:
         )
 
 
-def described(name: str, tensor: torch.Tensor | None, *more: object, sized: bool = True) -> str:
+def describe_call(name: str, tensor: torch.Tensor | None, *more: object, sized: bool = True) -> str:
     """``all_reduce of 12 float32 sum``: equal on every rank when they fit together."""
     parts = [name]
     if tensor is not None:

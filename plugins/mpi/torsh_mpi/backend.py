@@ -8,8 +8,8 @@ from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.world import World
 
 if TYPE_CHECKING:  # asking what is installed must not load torch, let alone MPI
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def register(world: World | None = None, store: Store | None = None) -> None:
     """
     if world is not None and store is not None:
         _check_library(world, store)
-        if not started(os.environ):
+        if not is_started_by_mpi(os.environ):
             from torsh_mpi import seats  # only where mpirun has to be called
 
             seats.take(world, store)
@@ -70,7 +70,7 @@ def init_process_group(timeout: timedelta | None = None) -> None:
     )
 
 
-def started(env: Any) -> bool:
+def is_started_by_mpi(env: Any) -> bool:
     """Whether an MPI launcher has started this process."""
     return any(env.get(name) for name in _STARTED)
 
@@ -167,7 +167,7 @@ def _tell_torch() -> None:
 def _free_the_name(backend: Any) -> None:
     original = backend.__new__
 
-    def named(cls: type, name: str) -> str:
+    def make_named(cls: type, name: str) -> str:
         """``Backend("mpi")`` stays "mpi", and equals ``Backend.MPI`` no more."""
         if isinstance(name, str) and name.lower() == NAME:
             return NAME
@@ -175,7 +175,7 @@ def _free_the_name(backend: Any) -> None:
         return made
 
     backend.MPI = "mpi of torch's own build"
-    backend.__new__ = staticmethod(named)
+    backend.__new__ = staticmethod(make_named)
 
 
 def _create(options: Any, _: Any) -> Any:

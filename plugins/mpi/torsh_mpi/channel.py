@@ -71,7 +71,7 @@ class Channel:
             self.comm.Allreduce(MPI.IN_PLACE, [_memory(tensor), count, datatype], operation)
         else:
             for piece in self._pieces(tensor):
-                self.comm.Allreduce(MPI.IN_PLACE, _typed(piece, datatype), operation)
+                self.comm.Allreduce(MPI.IN_PLACE, _buffer_spec(piece, datatype), operation)
         if kind == AVG:
             tensor.div_(self.size)
 
@@ -87,7 +87,7 @@ class Channel:
         if reduction.factor is not None:
             given = tensor.mul_(reduction.factor) if receives else tensor * reduction.factor
         for piece in self._pieces(given):
-            spec = _typed(piece, native[0])
+            spec = _buffer_spec(piece, native[0])
             if receives:
                 self.comm.Reduce(MPI.IN_PLACE, spec, native[1], root)
             else:
@@ -130,8 +130,8 @@ class Channel:
     ) -> None:
         pieces = zip(self._pieces(part), self._pieces(output), strict=True)
         for given, taken in pieces:
-            into = _typed(taken, native[0]) if root == self.rank else None
-            self.comm.Reduce(_typed(given, native[0]), into, native[1], root)
+            into = _buffer_spec(taken, native[0]) if root == self.rank else None
+            self.comm.Reduce(_buffer_spec(given, native[0]), into, native[1], root)
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
         """``count`` zeros, where all members can reach them if there is such a place."""
@@ -291,7 +291,7 @@ def _memory(tensor: Tensor) -> MPI.buffer:
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
-def _typed(tensor: Tensor, datatype: MPI.Datatype) -> Spec:
+def _buffer_spec(tensor: Tensor, datatype: MPI.Datatype) -> Spec:
     return [_memory(tensor), tensor.numel(), datatype]
 
 

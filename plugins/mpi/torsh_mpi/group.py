@@ -25,14 +25,14 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
 )
 
 from torsh_mpi import endings
-from torsh_mpi.agreement import Agreement, described
+from torsh_mpi.agreement import Agreement, describe_call
 from torsh_mpi.channel import Channel
 from torsh_mpi.lane import Call, Lane
+from torsh_mpi.memory import GroupMemory
 from torsh_mpi.numbers import NATIVE, Reduction, check_reducible
-from torsh_mpi.parts import Parts
-from torsh_mpi.shared import Interrupted
-from torsh_mpi.staging import given, is_direct, put_back, synchronise, taken
-from torsh_mpi.watch import Attendance, Watched, watch
+from torsh_mpi.shared import RoomInterrupted
+from torsh_mpi.staging import is_direct, put_back, readable, synchronise, writable
+from torsh_mpi.watch import GroupStatus, WatchedGroup, watch
 from torsh_mpi.work import Finished, MessageWork
 from torsh_trainer.comm.failures import CollectiveArgumentError, CommunicationError
 
@@ -77,13 +77,14 @@ class MpiGroup(_TorchGroup):
         self._agreement = Agreement(comm, ranks)
         self._channel = Channel(comm, self._agreement)
         self._lane = Lane(f"mpi group {name}", self._explain)
-        self._attendance = Attendance(store, rank=comm.Get_rank(), ranks=ranks, name=name)
+        self.shared_memory = GroupMemory(self._lane, self._channel)
+        self._status = GroupStatus(store, rank=comm.Get_rank(), ranks=ranks, name=name)
         self._store = store
         self._group_name = name
         self._group_description = "undefined"
-        self._watched = Watched(
+        self._watched = WatchedGroup(
             self._lane,
-            self._attendance,
+            self._status,
             timeout_s=timeout.total_seconds(),
             interrupt=self._interrupt,
         )
@@ -109,7 +110,7 @@ class MpiGroup(_TorchGroup):
             try:
                 self._channel.all_reduce(tensor, reduction)
             except MPI.Exception as error:
-                raise self._lane.failed("all_reduce", error) from error
+                raise self._lane.explain_failure("all_reduce", error) from error
             finally:
                 self._lane.leave()
             return _FINISHED
@@ -127,11 +128,11 @@ class MpiGroup(_TorchGroup):
         def work() -> None:
             for together in _together(tensors):
                 if len(together) == 1:
-                    memory = _copied(together[0])
+                    memory = _copy_in(together[0])
                     self._channel.all_reduce(memory, reduction)
                     put_back(together[0], memory)
                 else:
-                    flat = torch.cat([given(t).view(-1) for t in together])
+                    flat = torch.cat([readable(t).view(-1) for t in together])
                     self._channel.all_reduce(flat, reduction)
                     for tensor, part in zip(
                         together, flat.split([t.numel() for t in together]), strict=True
@@ -147,7 +148,7 @@ class MpiGroup(_TorchGroup):
         root = opts.rootRank
 
         def work() -> None:
-            memory = _copied(tensor)
+            memory = _copy_in(tensor)
             self._channel.reduce(memory, root, reduction)
             if self.rank() == root:
                 put_back(tensor, memory)
@@ -166,8 +167,8 @@ class MpiGroup(_TorchGroup):
         counts = self._counts(parts, "reduce_scatter", mine=output)
 
         def work() -> None:
-            flat = torch.cat([given(part).view(-1) for part in parts])
-            memory = taken(output)
+            flat = torch.cat([readable(part).view(-1) for part in parts])
+            memory = writable(output)
             if len(set(counts)) == 1:
                 self._channel.reduce_scatter(memory, flat, reduction)
             else:
@@ -193,8 +194,8 @@ class MpiGroup(_TorchGroup):
 
         def work() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                memory = taken(output)
-                self._channel.reduce_scatter(memory, given(tensor), reduction)
+                memory = writable(output)
+                self._channel.reduce_scatter(memory, readable(tensor), reduction)
                 put_back(output, memory)
 
         return self._do("reduce_scatter_single", work, outputs, opts, says=(reduction.kind,))
@@ -206,7 +207,7 @@ class MpiGroup(_TorchGroup):
 
         def work() -> None:
             for tensor in tensors:
-                memory = _copied(tensor) if self.rank() == root else taken(tensor)
+                memory = _copy_in(tensor) if self.rank() == root else writable(tensor)
                 self._channel.broadcast(memory, root)
                 if self.rank() != root:
                     put_back(tensor, memory)
@@ -231,7 +232,7 @@ class MpiGroup(_TorchGroup):
 
         def work() -> None:
             for parts, tensor in zip(outputs, inputs, strict=True):
-                self._gather_all(parts, given(tensor))
+                self._gather_all(parts, readable(tensor))
 
         gives, takes = None, None
         if len(outputs) == 1:
@@ -248,7 +249,7 @@ class MpiGroup(_TorchGroup):
                 part.copy_(row.view(part.shape))
             return
         for member, part in enumerate(parts):
-            memory = mine if member == self.rank() else taken(part)
+            memory = mine if member == self.rank() else writable(part)
             self._channel.broadcast(memory, member)
             put_back(part, memory)
 
@@ -263,8 +264,8 @@ class MpiGroup(_TorchGroup):
 
         def work() -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                memory = taken(output)
-                self._channel.all_gather(memory, given(_apart(tensor, memory)))
+                memory = writable(output)
+                self._channel.all_gather(memory, readable(_apart(tensor, memory)))
                 put_back(output, memory)
 
         return self._do("all_gather_single", work, outputs, opts)
@@ -279,8 +280,8 @@ class MpiGroup(_TorchGroup):
             self._counts(parts, "gather", mine=tensor)
 
         def work() -> None:
-            memories = [taken(part) for part in parts]
-            self._channel.gather(memories, given(tensor), root)
+            memories = [writable(part) for part in parts]
+            self._channel.gather(memories, readable(tensor), root)
             for part, memory in zip(parts, memories, strict=True):
                 put_back(part, memory)
 
@@ -307,8 +308,8 @@ class MpiGroup(_TorchGroup):
             self._counts(parts, "scatter", mine=output)
 
         def work() -> None:
-            memory = taken(output)
-            self._channel.scatter(memory, [given(part) for part in parts], root)
+            memory = writable(output)
+            self._channel.scatter(memory, [readable(part) for part in parts], root)
             put_back(output, memory)
 
         takes = [output.numel() if member == root else 0 for member in range(self.size())]
@@ -336,11 +337,11 @@ class MpiGroup(_TorchGroup):
         gives = self._elements(tensor, input_splits)
 
         def work() -> None:
-            memory = taken(output)
+            memory = writable(output)
             if output_splits or input_splits:
-                self._channel.all_to_all_uneven(memory, given(tensor), takes, gives)
+                self._channel.all_to_all_uneven(memory, readable(tensor), takes, gives)
             else:
-                self._channel.all_to_all(memory, given(tensor))
+                self._channel.all_to_all(memory, readable(tensor))
             put_back(output, memory)
 
         return self._do(
@@ -359,7 +360,7 @@ class MpiGroup(_TorchGroup):
             )
 
         def work() -> None:
-            flat = torch.cat([given(part).view(-1) for part in inputs])
+            flat = torch.cat([readable(part).view(-1) for part in inputs])
             memory = flat.new_empty(sum(takes))
             self._channel.all_to_all_uneven(memory, flat, takes, gives)
             for part, piece in zip(outputs, memory.split(takes), strict=True):
@@ -369,52 +370,6 @@ class MpiGroup(_TorchGroup):
 
     def barrier(self, opts: Any = _BARRIER) -> Work:
         return self._do("barrier", self._channel.barrier, [], opts)
-
-    def shared_zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        """``count`` zeros that members on one host can all reach; elsewhere plain ones.
-
-        Collective. The tensor, and a part of it that is the same on every rank, is reduced where it
-        lies, without a copy.
-        """
-        made: list[Tensor] = []
-        call = Call("shared_zeros", lambda: made.append(self._channel.zeros(count, dtype)), ())
-        self._lane.run(call)
-        return made[0]
-
-    def shares(self, count: int) -> bool:
-        """Whether members reach each other's ``shared_zeros`` of so many elements. Collective."""
-        answers: list[bool] = []
-        call = Call("shares", lambda: answers.append(self._channel.shares(count)), ())
-        self._lane.run(call)
-        return answers[0]
-
-    def make_stage(self, count: int, dtype: torch.dtype) -> None:
-        """Has tensors of so many elements, wherever they lie, reduced in shared memory. Collective.
-
-        Takes as much memory as the largest of them for as long as the group lives.
-        """
-        self._lane.run(Call("make_stage", lambda: self._channel.stage(count, dtype), ()))
-
-    def shared_by_all(self, count: int, dtype: torch.dtype) -> Tensor | None:
-        """``count`` zeros in one memory of all members on one host; elsewhere None. Collective."""
-        made: list[Tensor | None] = []
-        call = Call("shared_by_all", lambda: made.append(self._channel.common(count, dtype)), ())
-        self._lane.run(call)
-        return made[0]
-
-    def parts(self, sizes: Sequence[int], dtype: torch.dtype, op: Any) -> LaneParts | None:
-        """What members on one host reduce in parts, while these become ready; elsewhere None.
-
-        Collective.
-        """
-        kind = Reduction.of(op).kind
-        made: list[Parts | None] = []
-
-        def make() -> None:
-            made.append(self._channel.parts(sizes, dtype, kind))
-
-        self._lane.run(Call("parts", make, ()))
-        return None if made[0] is None else LaneParts(made[0], self._lane)
 
     # Names that torch before 2.13 calls, and some of its code still does.
     _allgather_base = all_gather_single
@@ -427,13 +382,13 @@ class MpiGroup(_TorchGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         (tensor,) = tensors
-        memory = given(tensor)
+        memory = readable(tensor)
         synchronise(memory)
         return self._message("send", self._channel.isend(memory, to, tag), memory, _nothing)
 
     def recv(self, tensors: list[Tensor], source: int | None, tag: int) -> Work:
         (tensor,) = tensors
-        memory = taken(tensor)
+        memory = writable(tensor)
         synchronise(memory)
         request = self._channel.irecv(memory, source, tag)
         return self._message("recv", request, memory, lambda: put_back(tensor, memory))
@@ -532,15 +487,15 @@ class MpiGroup(_TorchGroup):
         when the ranks agree; ``gives`` and ``takes`` are what travels where sizes may differ.
         """
 
-        def checked() -> None:
+        def check_and_work() -> None:
             if self._agreement.wanted:
-                words = [described(name, t, *says, sized=sized) for t in tensors or (None,)]
+                words = [describe_call(name, t, *says, sized=sized) for t in tensors or (None,)]
                 if not sized:
                     words = words[:1]
                 self._agreement.check("; ".join(words), gives=gives or (), takes=takes or ())
             work()
 
-        call = Call(name, checked, (), tensors)
+        call = Call(name, check_and_work, (), tensors)
         if all(map(is_direct, tensors)):
             if opts.asyncOp:
                 return self._lane.submit(call)
@@ -603,14 +558,14 @@ class MpiGroup(_TorchGroup):
         return [count * row for count in splits]
 
     def _global_rank(self) -> int:
-        return self._attendance.global_rank
+        return self._status.global_rank
 
     def _explain(self, name: str, error: Exception) -> Exception:
         """Our error for one of MPI's."""
         endings.broke()
         text = str(error)
-        if isinstance(error, Interrupted) or "REVOKED" in text:
-            verdict = self._attendance.verdict()
+        if isinstance(error, RoomInterrupted) or "REVOKED" in text:
+            verdict = self._status.verdict()
             if verdict is not None:
                 return verdict
             reason = "another rank broke it off"
@@ -633,19 +588,6 @@ class MpiGroup(_TorchGroup):
         return ended
 
 
-class LaneParts:
-    """``Parts`` whose round ends in its turn among a group's collectives."""
-
-    def __init__(self, parts: Parts, lane: Lane) -> None:
-        self.put = parts.put
-        self._end = Call("all_reduce", parts.finish, ())
-        self._lane = lane
-
-    def wait(self) -> None:
-        """Returns when what was put is the reduction of what all members have put."""
-        self._lane.run(self._end)
-
-
 def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Tensors in messages: small ones of one dtype and device share one."""
     groups: list[list[Tensor]] = []
@@ -665,9 +607,9 @@ def _together(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy_in(tensor: Tensor) -> Tensor:
     """Memory that holds ``tensor`` and may be written: the tensor itself where MPI can take it."""
-    memory = taken(tensor)
+    memory = writable(tensor)
     if memory is not tensor:
         memory.copy_(tensor)
     return memory

@@ -70,7 +70,7 @@ class Lane:
             try:
                 call.function(*call.arguments)
             except MPI.Exception as error:
-                raise self.failed(call.name, error) from error
+                raise self.explain_failure(call.name, error) from error
             finally:
                 self.leave()
             return
@@ -98,7 +98,7 @@ class Lane:
         self.current = None
         self._order.release()
 
-    def failed(self, name: str, error: Exception) -> Exception:
+    def explain_failure(self, name: str, error: Exception) -> Exception:
         """The error of a call that MPI has ended with ``error``."""
         if self.failure is None:
             self.failure = self._explain(name, error)
@@ -170,7 +170,7 @@ class Lane:
         try:
             call.function(*call.arguments)
         except MPI.Exception as error:
-            raise self.failed(call.name, error) from error
+            raise self.explain_failure(call.name, error) from error
         finally:
             self.current = None
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from torsh_mpi.seats import Mpirun, Seats
+from torsh_mpi.seats import Mpirun, ProcessSlots
 from torsh_trainer.launchers.base import LaunchContext
-from torsh_trainer.launchers.job import Seat
 from torsh_trainer.launchers.local import Local
+from torsh_trainer.launchers.local_transport import ProcessSlot
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Mpi(Local):
     bind_to: str = "none"
     mpirun_arguments: tuple[str, ...] = ()
 
-    def seats(self, count: int, context: LaunchContext) -> AbstractContextManager[Sequence[Seat]]:
+    def seats(
+        self, count: int, context: LaunchContext
+    ) -> AbstractContextManager[Sequence[ProcessSlot]]:
         words = Mpirun(self.mpirun, self.bind_to, tuple(self.mpirun_arguments))
-        return Seats(count, mpirun=words, env=context.env)
+        return ProcessSlots(count, mpirun=words, env=context.env)

@@ -1,4 +1,4 @@
-"""Seats: places in an MPI job, for processes that mpirun has not started.
+"""Process slots: places in an MPI job, for processes that mpirun has not started.
 
 mpirun starts one small stand-in for each process (``agent``), which tells the variables that make
 it a member and then does nothing. A process that has these variables before MPI is initialised is
@@ -27,10 +27,10 @@ from typing import IO, TYPE_CHECKING, Any
 from torsh_mpi.agent import DESCRIPTOR
 from torsh_mpi.folders import Folder, remove_orphans
 from torsh_mpi.loopback import confine
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.launchers import hardware
-from torsh_trainer.launchers.job import Seat
-from torsh_trainer.world import World
+from torsh_trainer.launchers.local_transport import ProcessSlot
 
 if TYPE_CHECKING:  # the launching process never loads torch
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ class Mpirun:
             ResourceError: there is no mpirun.
             ConfigError: this mpirun cannot do what is asked.
         """
-        program = self._found(env)
+        program = self._find_mpirun(env)
         words = [program, "-n", str(count)]
         if "Open MPI" in _version(program, env):
             words += ["--host", f"localhost:{count}", "--oversubscribe", "--bind-to", self.bind_to]
@@ -83,7 +83,7 @@ class Mpirun:
             )
         return [*words, *self.arguments]
 
-    def _found(self, env: Mapping[str, str]) -> str:
+    def _find_mpirun(self, env: Mapping[str, str]) -> str:
         if self.program is not None:
             found = shutil.which(self.program, path=env.get("PATH"))
         else:
@@ -98,7 +98,7 @@ class Mpirun:
         return found
 
 
-class Seats:
+class ProcessSlots:
     """``count`` places on this host, held for as long as this object is open."""
 
     def __init__(self, count: int, *, mpirun: Mpirun, env: Mapping[str, str]) -> None:
@@ -108,7 +108,7 @@ class Seats:
         self._process: subprocess.Popen[bytes] | None = None
         self._descriptors: list[int] = []
         try:
-            self.seats = self._taken(count, mpirun, env)
+            self.seats = self._take_slots(count, mpirun, env)
         except BaseException:
             self.close()
             raise
@@ -131,13 +131,15 @@ class Seats:
             folder.close()
         self._folders = []
 
-    def __enter__(self) -> Sequence[Seat]:
+    def __enter__(self) -> Sequence[ProcessSlot]:
         return self.seats
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _taken(self, count: int, mpirun: Mpirun, env: Mapping[str, str]) -> tuple[Seat, ...]:
+    def _take_slots(
+        self, count: int, mpirun: Mpirun, env: Mapping[str, str]
+    ) -> tuple[ProcessSlot, ...]:
         path = str(self._folders[0].path / "seats")
         agent = str(Path(__file__).with_name("agent.py"))
         command = [*mpirun.command(count, env=env), sys.executable, "-I", "-S", agent, path]
@@ -157,7 +159,7 @@ class Seats:
             told = [self._next(listener, command, number, count) for number in range(count)]
         confine(self._process.pid)
         by_rank = sorted(told, key=lambda pair: _rank(pair[0]["env"]))
-        return tuple(_seat(facts, number, count, env) for facts, number in by_rank)
+        return tuple(_make_slot(facts, number, count, env) for facts, number in by_rank)
 
     def _settings(self) -> dict[str, str]:
         """Open MPI's own: all that it leaves lies in our folders; no ports on a single host."""
@@ -217,7 +219,7 @@ def _parents() -> list[Path]:
     return parents
 
 
-_held: list[Seats] = []
+_held: list[ProcessSlots] = []
 
 
 def take(world: World, store: Store) -> None:
@@ -234,7 +236,7 @@ def take(world: World, store: Store) -> None:
             f"{world.source} has started these",
             fix="start them with mpirun --hostfile HOSTS, or srun --mpi=pmix",
         )
-    if world.is_main:
+    if world.is_rank_zero:
         try:
             answer = _for_all(world.size)
         except ResourceError as error:
@@ -255,7 +257,7 @@ def take(world: World, store: Store) -> None:
 
 
 def _for_all(count: int) -> dict[str, Any]:
-    seats = Seats(count, mpirun=Mpirun(), env=os.environ)
+    seats = ProcessSlots(count, mpirun=Mpirun(), env=os.environ)
     if any(seat.descriptors for seat in seats.seats):
         seats.close()
         raise ResourceError(
@@ -274,9 +276,9 @@ def _give_back() -> None:
     _held.clear()
 
 
-def _seat(
+def _make_slot(
     facts: Mapping[str, Any], descriptor: int | None, count: int, env: Mapping[str, str]
-) -> Seat:
+) -> ProcessSlot:
     """What differs from the variables of whoever asked; bound processors where they are."""
     own = {name: value for name, value in facts["env"].items() if env.get(name) != value}
     own.setdefault(TOLERANT, env.get(TOLERANT, "1"))
@@ -286,7 +288,7 @@ def _seat(
         own[DESCRIPTOR] = str(descriptor)
     cpus = frozenset(facts["cpus"])
     bound = cpus if cpus != os.sched_getaffinity(0) else None
-    return Seat(own, () if descriptor is None else (descriptor,), bound)
+    return ProcessSlot(own, () if descriptor is None else (descriptor,), bound)
 
 
 def _rank(env: Mapping[str, str]) -> int:

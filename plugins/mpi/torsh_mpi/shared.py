@@ -29,7 +29,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from torsh_mpi.agreement import Agreement, described
+from torsh_mpi.agreement import Agreement, describe_call
 from torsh_mpi.numbers import CODES, accumulate
 
 MIN_COUNT = 1 << 15
@@ -59,7 +59,7 @@ _libc = ctypes.CDLL(None)
 _Made = TypeVar("_Made")
 
 
-class Interrupted(MPI.Exception):
+class RoomInterrupted(MPI.Exception):
     """Somebody broke off what the members of a room were doing."""
 
 
@@ -143,7 +143,7 @@ class Room:
             way[0].copy_in()
         said = self.gate.arrive(Said(place, offset, count, CODES[dtype, kind]))
         if differ(said):
-            raise self._agreement.mismatch(described("all_reduce", tensor, kind))
+            raise self._agreement.mismatch(describe_call("all_reduce", tensor, kind))
         if place != _OUTSIDE and said.count(said[0]) == len(said):
             share = self._placed[place].share(dtype, offset, count)
             own = share.cut(flat)[1:-1]
@@ -206,7 +206,7 @@ class Room:
 class _Part:
     """A part of a tensor on its way through a stage."""
 
-    def __init__(self, share: Share, part: Tensor) -> None:
+    def __init__(self, share: ReductionShare, part: Tensor) -> None:
         self._share = share
         self._cuts = share.cut(part)
 
@@ -250,7 +250,7 @@ class Segments:
         self._bytes = torch.frombuffer(whole, dtype=torch.uint8).view(members, stride)
         self._own: mmap.mmap | None = mmap.mmap(descriptor, stride, offset=rank * stride)
         self._lent: weakref.ref[mmap.mmap] | None = None
-        self._known: dict[tuple[torch.dtype, int, int], Share] = {}
+        self._known: dict[tuple[torch.dtype, int, int], ReductionShare] = {}
 
     def lend(self, dtype: torch.dtype, count: int, back: Callable[[object], None]) -> Tensor:
         """This member's memory, mapped once more; ``back`` is called when nobody has it any more.
@@ -268,7 +268,7 @@ class Segments:
         """The first ``count`` elements of everybody's memory, by rank."""
         return [row[: count * dtype.itemsize].view(dtype) for row in self._bytes.unbind()]
 
-    def share(self, dtype: torch.dtype, offset: int, count: int) -> Share:
+    def share(self, dtype: torch.dtype, offset: int, count: int) -> ReductionShare:
         """This member's share of ``count`` elements from byte ``offset`` on."""
         key = dtype, offset, count
         share = self._known.get(key)
@@ -277,11 +277,11 @@ class Segments:
             rows = [row[offset:end].view(dtype) for row in self._bytes.unbind()]
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
-            share = self._known[key] = Share(rows, rank=self.rank)
+            share = self._known[key] = ReductionShare(rows, rank=self.rank)
         return share
 
 
-class Share:
+class ReductionShare:
     """What one member reduces of a stretch that every member has in ``rows``, for all of them.
 
     A tensor of that length is ``cut`` first: into what lies before the share, its pieces, and what
@@ -425,7 +425,7 @@ class Gate:
 
     def _check(self) -> None:
         if self._memory[0]:
-            raise Interrupted(MPI.ERR_OTHER)
+            raise RoomInterrupted(MPI.ERR_OTHER)
 
 
 def _in_main_thread() -> bool:

@@ -31,7 +31,7 @@ _WAY_OUT_S = 5.0
 """What a main thread that is no longer held needs at most to raise its error."""
 
 
-class Attendance:
+class GroupStatus:
     """What the members of a group tell each other of collectives that take long."""
 
     def __init__(self, store: Store | None, *, rank: int, ranks: Sequence[int], name: str) -> None:
@@ -57,7 +57,7 @@ class Attendance:
                 elsewhere.append(f"rank {member} is in {told[1]} instead")
         parts = []
         if missing:
-            parts.append(f"{_named(missing)} did not enter it")
+            parts.append(f"{_name_ranks(missing)} did not enter it")
         parts += elsewhere
         if not parts:
             parts.append("every rank is in it, so a process or a connection is stuck")
@@ -109,20 +109,20 @@ class Attendance:
         return told
 
 
-class Watched:
+class WatchedGroup:
     """One group under watch; ``interrupt`` makes MPI return from what it is in, if it can."""
 
     def __init__(
         self,
         lane: Lane,
-        attendance: Attendance,
+        status: GroupStatus,
         *,
         timeout_s: float,
         interrupt: Callable[[], bool],
     ) -> None:
         self.timeout_s = timeout_s
         self._lane = lane
-        self._attendance = attendance
+        self._status = status
         self._interrupt = interrupt
         self._seen = 0
         self._seen_s = 0.0
@@ -146,16 +146,16 @@ class Watched:
         if age_s > note_s and not self._noted:
             self._noted = True
             with contextlib.suppress(RuntimeError):  # the store went with rank 0's process
-                self._attendance.note(number, name)
+                self._status.note(number, name)
         # Whoever entered just before the time was up has time to say so.
         if age_s > self.timeout_s + 2 * note_s:
             self._end(number, name)
 
     def _end(self, number: int, name: str) -> None:
-        error = self._attendance.late(number, name, self.timeout_s)
+        error = self._status.late(number, name, self.timeout_s)
         if self._lane.number != number or self._lane.current is None:
             return
-        self._attendance.tell(error)
+        self._status.tell(error)
         self._lane.fail(error)
         endings.broke()
         if not self._interrupt() and self._lane.direct and not self._comes_out(number):
@@ -171,12 +171,12 @@ class Watched:
         return False
 
 
-_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_watched: weakref.WeakSet[WatchedGroup] = weakref.WeakSet()
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def watch(group: Watched) -> None:
+def watch(group: WatchedGroup) -> None:
     """Looks after ``group`` for as long as it exists."""
     global _thread  # noqa: PLW0603 - one thread a process
     with _lock:
@@ -205,6 +205,6 @@ def _leave(error: CommunicationError) -> None:
     os._exit(error.exit_code)
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

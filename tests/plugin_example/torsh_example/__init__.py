@@ -1,1 +1,1 @@
-"""The smallest plugin: one strategy, its configuration, a recipe and a verb."""
+"""The smallest plugin: one of every kind that there is, each with its configuration."""

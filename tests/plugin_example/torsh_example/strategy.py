@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.randomness import draws_of
 from torsh_trainer.strategies.base import (
@@ -34,8 +35,7 @@ from torsh_trainer.strategies.state import (
     materialise_slots,
     optimizer_state,
 )
-from torsh_trainer.task import Mean, Task
-from torsh_trainer.world import World
+from torsh_trainer.tasks.base import Mean, Task
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Example(Strategy):
     """Gradients averaged by hand. ``flatten`` sends all of them in one message."""
 
     name: ClassVar[str] = "example"
+    model_axes: ClassVar[frozenset[str]] = frozenset({"model_replicate", "twin"})
 
     flatten: bool = True
 
@@ -136,7 +137,7 @@ class ExampleEngine(Engine):
     def _sum_gradients(self) -> None:
         """Every rank's gradients, added; a parameter that no rank used keeps none."""
         flags = torch.tensor([float(p.grad is not None) for p in self._parameters])
-        used = self._comm.place(flags)
+        used = self._comm.to_device(flags)
         self._comm.all_reduce(used, op="max")
         gradients = []
         for parameter, is_used in zip(self._parameters, used.tolist(), strict=True):

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from torsh_trainer.checkpoint.store.integrity import MANIFEST, verify
-from torsh_trainer.checkpoint.store.places import Location, Unreachable, location, subfolders
+from torsh_trainer.checkpoint.store.places import (
+    StoragePath,
+    Unreachable,
+    parse_storage_path,
+    subfolders,
+)
 from torsh_trainer.checkpoint.store.retention import (
     Keep,
     candidates,
@@ -20,10 +25,10 @@ from torsh_trainer.checkpoint.store.retention import (
     is_named,
     is_unfinished,
     newest_first,
-    recorded,
+    read_manifests,
 )
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, nearest
-from torsh_trainer.files import disk_error
+from torsh_trainer.utils.files import disk_error
 
 log = logging.getLogger("torsh_trainer")
 
@@ -33,10 +38,10 @@ _START_AFRESH = "start with checkpoint.resume=never, or point checkpoint.dir els
 
 def find(
     resume: str,
-    folder: Location,
+    folder: StoragePath,
     storage_options: Mapping[str, Any] | None = None,
     keep: Keep | None = None,
-) -> Location | None:
+) -> StoragePath | None:
     """The checkpoint to go on from; None to start afresh.
 
     ``auto``: the newest one in ``folder`` that verifies, None when there is none at all. ``best``:
@@ -54,10 +59,10 @@ def find(
 
 def offers(
     resume: str,
-    folder: Location,
+    folder: StoragePath,
     storage_options: Mapping[str, Any] | None = None,
     keep: Keep | None = None,
-) -> Sequence[Location]:
+) -> Sequence[StoragePath]:
     """The checkpoints that ``resume`` may mean, best first; not yet verified.
 
     Raises:
@@ -71,16 +76,16 @@ def offers(
         return _newest_first(folder)
     if resume == "best":
         return _best_first(folder, keep or Keep())
-    path = location(resume, storage_options)
+    path = parse_storage_path(resume, storage_options)
     try:
-        return _offered(resume, path)
+        return _list_candidates(resume, path)
     except OSError as error:
         raise disk_error(error, "read", Path(str(path))) from error
 
 
-def _offered(resume: str, path: Location) -> Sequence[Location]:
+def _list_candidates(resume: str, path: StoragePath) -> Sequence[StoragePath]:
     if not resume.strip() or not path.exists():
-        raise _no_path(resume, "nothing is there", offer=_meant(resume, path))
+        raise _no_path(resume, "nothing is there", offer=_suggest_nearest(resume, path))
     if not path.is_dir():
         raise _no_path(resume, "that is a file, and a checkpoint is a folder")
     if is_named(path) or (path / MANIFEST).exists():
@@ -93,9 +98,9 @@ def _offered(resume: str, path: Location) -> Sequence[Location]:
     return found
 
 
-def _best_first(folder: Location, keep: Keep) -> list[Location]:
-    found = newest_first(recorded(folder))
-    best = keep.ranked(found)
+def _best_first(folder: StoragePath, keep: Keep) -> list[StoragePath]:
+    found = newest_first(read_manifests(folder))
+    best = keep.rank_by_monitor(found)
     if best:
         return [one.path for one in best]
     if not found:
@@ -115,7 +120,7 @@ def _no_path(resume: str, why: str, *, offer: str = "") -> ConfigError:
     return ConfigError(f"checkpoint.resume={resume}: {why}", fix=offer or fix, resume=resume)
 
 
-def _meant(resume: str, path: Location) -> str:
+def _suggest_nearest(resume: str, path: StoragePath) -> str:
     """The nearest of what lies beside a path that is not there, and of the words; or nothing."""
     known = [] if "/" in resume else ["auto", "best", "never"]
     with contextlib.suppress(OSError):
@@ -125,7 +130,9 @@ def _meant(resume: str, path: Location) -> str:
     return offer if offer.startswith("did you mean") else ""
 
 
-def first_sound(paths: Sequence[Location], check: Callable[[Location], Any]) -> Location | None:
+def first_sound(
+    paths: Sequence[StoragePath], check: Callable[[StoragePath], Any]
+) -> StoragePath | None:
     """The first of ``paths`` that ``check`` accepts; None when there are none.
 
     Raises:
@@ -156,7 +163,7 @@ def first_sound(paths: Sequence[Location], check: Callable[[Location], Any]) -> 
     return None
 
 
-def locate(folder: Location, step: int | None) -> Location:
+def locate(folder: StoragePath, step: int | None) -> StoragePath:
     """The complete checkpoint of ``step`` in ``folder`` (None: the newest).
 
     Raises:
@@ -174,11 +181,11 @@ def locate(folder: Location, step: int | None) -> Location:
     raise ConfigError(f"no checkpoint in {folder}", fix=_START_AFRESH)
 
 
-def _newest_first(folder: Location) -> list[Location]:
+def _newest_first(folder: StoragePath) -> list[StoragePath]:
     """By the order of saving; those without a readable manifest come first, to be refused.
 
     What was never finished is no checkpoint.
     """
-    ordered = [one.path for one in newest_first(recorded(folder))]
+    ordered = [one.path for one in newest_first(read_manifests(folder))]
     others = [path for path in reversed(candidates(folder)) if path not in ordered]
     return [path for path in others if not is_unfinished(path)] + ordered

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torsh_trainer.checkpoint.migration import VERSION, migrate_manifest
-from torsh_trainer.checkpoint.store.places import Location, sizes, told, write
+from torsh_trainer.checkpoint.store.places import StoragePath, explain_store_error, sizes, write
 from torsh_trainer.checkpoint.store.summing import spare_threads, sum_up
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.files import parse_json, strict_json
+from torsh_trainer.utils.files import parse_json, strict_json
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # where every piece of every tensor lies
@@ -62,13 +62,13 @@ class Manifest:
     version: int = VERSION
 
 
-def digest(path: Location, *, threads: int = 1) -> Digest:
+def digest(path: StoragePath, *, threads: int = 1) -> Digest:
     """Reads a file and sums it up."""
     size, crc = sum_up(path, threads=threads)
     return Digest(size, f"{crc:08x}")
 
 
-def write_manifest(folder: Location, manifest: Manifest) -> None:
+def write_manifest(folder: StoragePath, manifest: Manifest) -> None:
     """Writes the manifest, durably; it is the last file of a checkpoint.
 
     Raises:
@@ -80,7 +80,7 @@ def write_manifest(folder: Location, manifest: Manifest) -> None:
     write(folder / MANIFEST, text.encode())
 
 
-def read_manifest(folder: Location) -> Manifest:
+def read_manifest(folder: StoragePath) -> Manifest:
     """The manifest of the checkpoint in ``folder``.
 
     Raises:
@@ -105,14 +105,14 @@ def read_manifest(folder: Location) -> Manifest:
         migrate_manifest(content, version)
         return _manifest(content)
     except FileNotFoundError as error:
-        raise _damaged(folder, f"it has no {MANIFEST}") from error
+        raise _damage_error(folder, f"it has no {MANIFEST}") from error
     except OSError as error:
-        raise _damaged(folder, f"{path.name} cannot be read ({error.strerror})") from error
+        raise _damage_error(folder, f"{path.name} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise _damaged(folder, f"{path.name} is not what was written") from error
+        raise _damage_error(folder, f"{path.name} is not what was written") from error
 
 
-def _small_text(path: Location) -> str:
+def _small_text(path: StoragePath) -> str:
     """The text of a file that is a few KiB, unless somebody has put something else there.
 
     Raises:
@@ -150,7 +150,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def check_sizes(folder: Location, manifest: Manifest) -> None:
+def check_sizes(folder: StoragePath, manifest: Manifest) -> None:
     """Asks the file system for every file's size; reads none.
 
     Raises:
@@ -160,18 +160,18 @@ def check_sizes(folder: Location, manifest: Manifest) -> None:
     try:
         there = sizes(folder)
     except OSError as error:
-        raise _damaged(folder, f"it cannot be read ({error.strerror})") from error
+        raise _damage_error(folder, f"it cannot be read ({error.strerror})") from error
     for name, expected in manifest.files.items():
         size = there.get(name)
         if size is None:
-            raise _damaged(folder, f"{name} is missing")
+            raise _damage_error(folder, f"{name} is missing")
         if size != expected.size_bytes:
-            raise _damaged(
+            raise _damage_error(
                 folder, f"{name} has {size} bytes, and {expected.size_bytes} were written"
             )
 
 
-def verify(folder: Location, *, rank: int = 0, size: int = 1) -> Manifest:
+def verify(folder: StoragePath, *, rank: int = 0, size: int = 1) -> Manifest:
     """Checks that a checkpoint is what was written; returns its manifest.
 
     Sizes are checked by everyone, the contents of the files shared out over ``size`` processes.
@@ -190,10 +190,10 @@ def verify(folder: Location, *, rank: int = 0, size: int = 1) -> Manifest:
         except Exception as error:  # every library of a store has errors of its own
             if isinstance(path, Path) and isinstance(error, OSError):
                 why = f"{path.name} cannot be read ({error.strerror})"
-                raise _damaged(folder, why) from error
-            raise told(error, "read", path, rank=rank) from error
+                raise _damage_error(folder, why) from error
+            raise explain_store_error(error, "read", path, rank=rank) from error
         if found != manifest.files[name]:
-            raise _damaged(
+            raise _damage_error(
                 folder,
                 f"{name} is not what was written "
                 f"(CRC-32 {found.crc32}, and it was {manifest.files[name].crc32})",
@@ -207,7 +207,7 @@ def _crc(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(canonical.encode()):08x}"
 
 
-def _damaged(folder: Location, why: str) -> ResourceError:
+def _damage_error(folder: StoragePath, why: str) -> ResourceError:
     return ResourceError(
         f"the checkpoint {folder} is damaged or incomplete: {why}",
         fix="resume from another one with checkpoint.resume=PATH, or copy this one again",

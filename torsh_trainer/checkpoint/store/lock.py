@@ -62,7 +62,7 @@ class Holder:
         except (ValueError, TypeError, KeyError):
             return None
 
-    def written(self) -> bytes:
+    def as_bytes(self) -> bytes:
         """What stands in the lock file."""
         return (json.dumps(asdict(self)) + "\n").encode()
 
@@ -113,7 +113,7 @@ class FileLock(Lock):
             self._descriptor = self._open(folder)
         try:
             os.ftruncate(self._descriptor, 0)
-            os.write(self._descriptor, Holder.me(run).written())
+            os.write(self._descriptor, Holder.me(run).as_bytes())
         except OSError:
             self.release()
             raise
@@ -141,7 +141,7 @@ class FileLock(Lock):
         except BlockingIOError:
             holder = Holder.read(os.pread(descriptor, 1 << 16, 0))
             os.close(descriptor)
-            raise _taken(self._path, holder, folder) from None
+            raise _lock_error(self._path, holder, folder) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
@@ -167,7 +167,7 @@ def check_free(folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _taken(path, Holder.read(os.pread(descriptor, 1 << 16, 0)), folder) from None
+        raise _lock_error(path, Holder.read(os.pread(descriptor, 1 << 16, 0)), folder) from None
     except OSError:
         return  # there are no locks here
     finally:
@@ -191,7 +191,7 @@ class ObjectLock(Lock):
         self._folder = folder
         folder.mkdir()
         try:
-            self._path.create(self._me.written())
+            self._path.create(self._me.as_bytes())
         except FileExistsError:
             self._take(take_over=take_over)
         _objects.add(self._me.token)
@@ -223,11 +223,11 @@ class ObjectLock(Lock):
             lives = holder.token in _objects or (holder.is_alive if holder.is_here else True)
             ours_to_take = not lives or (take_over and not holder.is_here)
             if not ours_to_take:
-                raise _taken(self._path, holder, self._folder)
+                raise _lock_error(self._path, holder, self._folder)
             log.warning("%s was left behind by %s, and is taken over", self._path, holder)
             self.inherited = holder.runs
         self._me = replace(self._me, runs=_unique((*self._me.runs, *self.inherited)))
-        self._path.write_bytes(self._me.written())
+        self._path.write_bytes(self._me.as_bytes())
 
     def _holder(self) -> Holder | None:
         try:
@@ -250,7 +250,7 @@ _objects: set[str] = set()
 """Tokens of the object locks that this process holds."""
 
 
-def _taken(
+def _lock_error(
     lock: Path | RemotePath, holder: Holder | None, folder: Path | RemotePath
 ) -> ConfigError:
     who = str(holder) if holder else "another process"

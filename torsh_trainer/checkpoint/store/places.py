@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError, nearest
-from torsh_trainer.files import explained, write_file
+from torsh_trainer.utils.files import explain_error, write_file
 
 _READ_AHEAD_BYTES = 1 << 22
 _OBJECT_STORES = frozenset(
@@ -181,10 +181,10 @@ class RemotePath:
             raise _unreachable(error, doing, self) from error
 
 
-Location: TypeAlias = Path | RemotePath
+StoragePath: TypeAlias = Path | RemotePath
 
 
-def location(text: str, storage_options: Mapping[str, Any] | None = None) -> Location:
+def parse_storage_path(text: str, storage_options: Mapping[str, Any] | None = None) -> StoragePath:
     """The place that a user names: a path, or a URL such as ``s3://bucket/prefix``.
 
     Raises:
@@ -201,7 +201,7 @@ def location(text: str, storage_options: Mapping[str, Any] | None = None) -> Loc
     return place
 
 
-def subfolders(folder: Location) -> list[Location]:
+def subfolders(folder: StoragePath) -> list[StoragePath]:
     """The folders in ``folder``; none where it is not there."""
     if isinstance(folder, RemotePath):
         return [folder / name for name, size in folder.listing().items() if size is None]
@@ -210,7 +210,7 @@ def subfolders(folder: Location) -> list[Location]:
     return [path for path in folder.iterdir() if path.is_dir()]
 
 
-def sizes(folder: Location) -> Mapping[str, int | None]:
+def sizes(folder: StoragePath) -> Mapping[str, int | None]:
     """Name -> size in bytes of what lies in ``folder``; None for what is no file.
 
     Raises:
@@ -221,7 +221,7 @@ def sizes(folder: Location) -> Mapping[str, int | None]:
     return {p.name: p.stat().st_size if p.is_file() else None for p in folder.iterdir()}
 
 
-def names(folder: Location) -> set[str]:
+def names(folder: StoragePath) -> set[str]:
     """What lies in ``folder``.
 
     Raises:
@@ -233,7 +233,7 @@ def names(folder: Location) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def write(place: Location, content: bytes) -> None:
+def write(place: StoragePath, content: bytes) -> None:
     """Writes a file and returns once it is safe; others see the old one or the new one.
 
     Raises:
@@ -246,10 +246,12 @@ def write(place: Location, content: bytes) -> None:
         write_file(place, content)
 
 
-def told(error: Exception, doing: str, place: Location, *, rank: int) -> TorshError:
+def explain_store_error(
+    error: Exception, doing: str, place: StoragePath, *, rank: int
+) -> TorshError:
     """An error that befell ``place`` as the user reads it, with its cause attached."""
     if isinstance(place, Path):
-        return explained(error, doing, place, rank=rank)
+        return explain_error(error, doing, place, rank=rank)
     if isinstance(error, TorshError):
         return error
     ours = type(error).__module__.partition(".")[0] in ("builtins", "torch", "torsh_trainer")

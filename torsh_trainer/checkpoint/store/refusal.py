@@ -7,7 +7,7 @@ import errno
 import os
 from pathlib import Path
 
-from torsh_trainer.checkpoint.store.places import Location
+from torsh_trainer.checkpoint.store.places import StoragePath
 from torsh_trainer.checkpoint.store.retention import complete, newest_first
 from torsh_trainer.errors import TorshError
 
@@ -15,7 +15,7 @@ _FEW_FILES = 256
 """A disk that says it is full, has room, and this few inodes left, lacks inodes."""
 
 
-def advised(error: TorshError, folder: Location, *, size_bytes: int) -> TorshError:
+def add_advice(error: TorshError, folder: StoragePath, *, size_bytes: int) -> TorshError:
     """A disk's refusal, with what a checkpoint takes, what is free, and where to go on from.
 
     ``size_bytes`` is what the tensors of a checkpoint take in all. Any other error, and one of a

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar, cast
 
 from torsh_trainer.checkpoint.store.integrity import MANIFEST, Manifest, check_sizes, read_manifest
-from torsh_trainer.checkpoint.store.places import Location, Unreachable, names, subfolders
+from torsh_trainer.checkpoint.store.places import StoragePath, Unreachable, names, subfolders
 from torsh_trainer.errors import TorshError
 
 log = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ UNFINISHED = ".unfinished"
 """A file beside those that are not a checkpoint yet, or no longer, where nothing can be hidden."""
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-Place = TypeVar("Place", bound=Location)
+Place = TypeVar("Place", bound=StoragePath)
 
 
 class Found(NamedTuple):
     """A complete checkpoint."""
 
-    path: Location
+    path: StoragePath
     manifest: Manifest
 
 
@@ -46,7 +46,7 @@ class Keep:
     monitor: str = "loss"
     monitor_mode: Literal["min", "max"] = "min"
 
-    def expired(self, found: Iterable[Found]) -> list[Found]:
+    def find_expired(self, found: Iterable[Found]) -> list[Found]:
         """Those of ``found`` (complete ones of one run) that no rule keeps, oldest first."""
         ordered = newest_first(found)
         if self.last is None and self.best is None and self.every is None:
@@ -59,9 +59,9 @@ class Keep:
         return self.every is not None and one.manifest.step % self.every == 0
 
     def _best(self, ordered: Sequence[Found]) -> list[Found]:
-        return [] if self.best is None else self.ranked(ordered)[: self.best]
+        return [] if self.best is None else self.rank_by_monitor(ordered)[: self.best]
 
-    def ranked(self, ordered: Sequence[Found]) -> list[Found]:
+    def rank_by_monitor(self, ordered: Sequence[Found]) -> list[Found]:
         """Those of ``ordered`` (newest first) that were measured by ``monitor``, best first."""
         sign = 1.0 if self.monitor_mode == "min" else -1.0
         measured = []
@@ -87,12 +87,12 @@ def is_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name))
 
 
-def is_named(path: Location) -> bool:
+def is_named(path: StoragePath) -> bool:
     """True for a folder that is called like a checkpoint."""
     return is_name(path.name) and path.is_dir()
 
 
-def is_unfinished(path: Location) -> bool:
+def is_unfinished(path: StoragePath) -> bool:
     """True for what somebody still writes, or has never finished writing.
 
     Raises:
@@ -108,7 +108,7 @@ def candidates(folder: Place) -> list[Place]:
     return cast("list[Place]", sorted(named, key=_by_step))
 
 
-def recorded(folder: Location, known: dict[str, Manifest] | None = None) -> list[Found]:
+def read_manifests(folder: StoragePath, known: dict[str, Manifest] | None = None) -> list[Found]:
     """The checkpoints in ``folder`` whose manifest can be read, by step.
 
     ``known`` are manifests by name of folder that need no second look; new ones are added.
@@ -130,13 +130,13 @@ def recorded(folder: Location, known: dict[str, Manifest] | None = None) -> list
     return found
 
 
-def complete(folder: Location, known: dict[str, Manifest] | None = None) -> list[Found]:
+def complete(folder: StoragePath, known: dict[str, Manifest] | None = None) -> list[Found]:
     """The checkpoints in ``folder`` whose files are all there in full size, by step.
 
     Raises:
         Unreachable: a remote store did not answer.
     """
-    return [one for one in recorded(folder, known) if _is_whole(one)]
+    return [one for one in read_manifests(folder, known) if _is_whole(one)]
 
 
 def newest_first(found: Iterable[Found]) -> list[Found]:
@@ -144,21 +144,21 @@ def newest_first(found: Iterable[Found]) -> list[Found]:
     return sorted(found, key=lambda one: one.manifest.sequence, reverse=True)
 
 
-def next_sequence(folder: Location, known: dict[str, Manifest] | None = None) -> int:
+def next_sequence(folder: StoragePath, known: dict[str, Manifest] | None = None) -> int:
     """The number of the next save into ``folder``."""
-    return 1 + max((one.manifest.sequence for one in recorded(folder, known)), default=0)
+    return 1 + max((one.manifest.sequence for one in read_manifests(folder, known)), default=0)
 
 
-def expired(
-    folder: Location, *, run: str, keep: Keep, known: dict[str, Manifest] | None = None
+def find_expired(
+    folder: StoragePath, *, run: str, keep: Keep, known: dict[str, Manifest] | None = None
 ) -> list[Found]:
     """What goes of the checkpoints of ``run``, oldest first.
 
     Checkpoints of other runs, incomplete ones and anything else in the folder are not ours to
     delete.
     """
-    ours = [one for one in recorded(folder, known) if one.manifest.run == run]
-    return keep.expired(filter(_is_whole, ours))
+    ours = [one for one in read_manifests(folder, known) if one.manifest.run == run]
+    return keep.find_expired(filter(_is_whole, ours))
 
 
 def _is_whole(one: Found) -> bool:
@@ -172,7 +172,7 @@ def _is_whole(one: Found) -> bool:
     return True
 
 
-def _by_step(path: Location) -> tuple[int, int]:
+def _by_step(path: StoragePath) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2] or 1)

@@ -27,18 +27,18 @@ from torsh_trainer.checkpoint.store.integrity import (
     write_manifest,
 )
 from torsh_trainer.checkpoint.store.lock import FileLock, Lock, NoLock, ObjectLock
-from torsh_trainer.checkpoint.store.places import Location, RemotePath, Unreachable
+from torsh_trainer.checkpoint.store.places import RemotePath, StoragePath, Unreachable
 from torsh_trainer.checkpoint.store.retention import (
     UNFINISHED,
     Keep,
     candidates,
-    expired,
+    find_expired,
     folder_name,
     is_unfinished,
     next_sequence,
 )
 from torsh_trainer.errors import TorshError
-from torsh_trainer.files import sync_folder
+from torsh_trainer.utils.files import sync_folder
 
 log = logging.getLogger("torsh_trainer")
 
@@ -46,11 +46,11 @@ _SAVING = ".saving-"
 _REMOVED = ".removed-"
 
 
-class Room(NamedTuple):
+class CheckpointRoom(NamedTuple):
     """Where a checkpoint is written, and what it will be called."""
 
-    writing: Location
-    target: Location
+    writing: StoragePath
+    target: StoragePath
 
 
 class Store(abc.ABC):
@@ -87,31 +87,31 @@ class Store(abc.ABC):
             lock.release()
 
     @abc.abstractmethod
-    def begin(self, step: int) -> Room:
+    def begin(self, step: int) -> CheckpointRoom:
         """Makes room for a checkpoint, and clears away what dead processes left half done."""
 
     @abc.abstractmethod
-    def commit(self, room: Room, manifest: Manifest) -> None:
+    def commit(self, room: CheckpointRoom, manifest: Manifest) -> None:
         """Makes visible what was written into ``room``: it becomes a checkpoint by one act.
 
         An earlier one of this run and step goes, once the new one is there.
         """
 
     @abc.abstractmethod
-    def discard(self, room: Room) -> None:
+    def discard(self, room: CheckpointRoom) -> None:
         """Removes what was written into ``room``, as far as that is possible."""
 
     @abc.abstractmethod
-    def delete(self, path: Location) -> None:
+    def delete(self, path: StoragePath) -> None:
         """Removes a checkpoint: no part of it is ever taken for one."""
 
     @abc.abstractmethod
-    def clean(self, room: Room) -> None:
+    def clean(self, room: CheckpointRoom) -> None:
         """Removes what ranks left in ``room`` for one another."""
 
     @property
     @abc.abstractmethod
-    def folder(self) -> Location:
+    def folder(self) -> StoragePath:
         """Where checkpoints go."""
 
     def _tidy(self) -> None:
@@ -130,14 +130,14 @@ class Store(abc.ABC):
     def retire(self, keep: Keep) -> None:
         """Deletes what no rule keeps; one that cannot be deleted is only logged."""
         try:
-            for one in expired(self.folder, run=self.run, keep=keep, known=self._known):
+            for one in find_expired(self.folder, run=self.run, keep=keep, known=self._known):
                 self.delete(one.path)
                 self._known.pop(one.path.name, None)
         except (OSError, Unreachable) as error:
             # The new checkpoint is safe: an old one too many is no reason to stop.
             log.warning("an old checkpoint could not be deleted: %s", error)
 
-    def _is_ours(self, path: Location) -> bool:
+    def _is_ours(self, path: StoragePath) -> bool:
         """True for a checkpoint of this run, damaged or not."""
         try:
             return read_manifest(path).run == self.run
@@ -175,15 +175,15 @@ class LocalStore(Store):
             with contextlib.suppress(OSError):  # unless something lies in it
                 self._folder.rmdir()
 
-    def begin(self, step: int) -> Room:
+    def begin(self, step: int) -> CheckpointRoom:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._tidy()
-        writing = self._hidden(_SAVING, folder_name(step))
+        writing = self._hidden_path(_SAVING, folder_name(step))
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir()
-        return Room(writing, self._folder / self._name(step))
+        return CheckpointRoom(writing, self._folder / self._name(step))
 
-    def commit(self, room: Room, manifest: Manifest) -> None:
+    def commit(self, room: CheckpointRoom, manifest: Manifest) -> None:
         writing, target = _local(room.writing), _local(room.target)
         write_manifest(writing, manifest)
         sync_folder(writing)
@@ -202,13 +202,13 @@ class LocalStore(Store):
         log.info("%s was there before and is replaced", target)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def discard(self, room: Room) -> None:
+    def discard(self, room: CheckpointRoom) -> None:
         shutil.rmtree(_local(room.writing), ignore_errors=True)
 
-    def delete(self, path: Location) -> None:
+    def delete(self, path: StoragePath) -> None:
         shutil.rmtree(self._hide(_local(path)))
 
-    def clean(self, room: Room) -> None:
+    def clean(self, room: CheckpointRoom) -> None:
         for marker in _local(room.writing).glob(".part-*"):
             marker.unlink()
 
@@ -220,12 +220,12 @@ class LocalStore(Store):
                 return name
         raise AssertionError("there are enough names")
 
-    def _hidden(self, why: str, name: str) -> Path:
+    def _hidden_path(self, why: str, name: str) -> Path:
         return self._folder / f"{why}{name}-{socket.gethostname()}-{os.getpid()}"
 
     def _hide(self, path: Path) -> Path:
         """Renames what is to be deleted, so that no part of it is ever taken for a checkpoint."""
-        hidden = self._hidden(_REMOVED, path.name)
+        hidden = self._hidden_path(_REMOVED, path.name)
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         return hidden
@@ -257,16 +257,16 @@ class RemoteStore(Store):
     def claim(self) -> None:
         self._lock = ObjectLock(self._folder, self.run, take_over=self._take_over)
 
-    def begin(self, step: int) -> Room:
+    def begin(self, step: int) -> CheckpointRoom:
         self._tidy()
         taken = set(self._folder.listing())
         name = next(name for name in self._names(step) if name not in taken)
         target = self._folder / name
         target.mkdir()
         self._mark(target)
-        return Room(target, target)
+        return CheckpointRoom(target, target)
 
-    def commit(self, room: Room, manifest: Manifest) -> None:
+    def commit(self, room: CheckpointRoom, manifest: Manifest) -> None:
         target = _remote(room.target)
         check_sizes(target, manifest)
         self._lock.check()  # after the files are there, which took the time
@@ -280,17 +280,17 @@ class RemoteStore(Store):
                 self.delete(path)
                 self._known.pop(path.name, None)
 
-    def discard(self, room: Room) -> None:
+    def discard(self, room: CheckpointRoom) -> None:
         with contextlib.suppress(OSError, Unreachable):  # then the next run sweeps it
             _remote(room.writing).remove(last=UNFINISHED)
 
-    def delete(self, path: Location) -> None:
+    def delete(self, path: StoragePath) -> None:
         path = _remote(path)
         self._mark(path)
         (path / MANIFEST).unlink(missing_ok=True)
         path.remove(last=UNFINISHED)
 
-    def clean(self, room: Room) -> None:
+    def clean(self, room: CheckpointRoom) -> None:
         writing = _remote(room.writing)
         for name in writing.listing():
             if name.startswith(".part-"):
@@ -303,11 +303,11 @@ class RemoteStore(Store):
         """Removes what this run, or one whose process is known to be dead, left unfinished."""
         ours = {self.run, *self._lock.inherited}
         for path in candidates(self._folder):
-            if is_unfinished(path) and self._marked(path) in ours:
+            if is_unfinished(path) and self._read_unfinished_run(path) in ours:
                 log.info("%s was left unfinished, and is removed", path)
                 path.remove(last=UNFINISHED)
 
-    def _marked(self, path: RemotePath) -> str | None:
+    def _read_unfinished_run(self, path: RemotePath) -> str | None:
         """The run that left ``path`` unfinished, as far as can be read."""
         try:
             run = json.loads((path / UNFINISHED).read_bytes())["run"]
@@ -316,19 +316,19 @@ class RemoteStore(Store):
         return run if isinstance(run, str) else None
 
 
-def store_at(folder: Location, run: str, *, take_over: bool = False) -> Store:
+def store_at(folder: StoragePath, run: str, *, take_over: bool = False) -> Store:
     """The store that suits ``folder``."""
     if isinstance(folder, RemotePath):
         return RemoteStore(folder, run, take_over=take_over)
     return LocalStore(folder, run)
 
 
-def _local(place: Location) -> Path:
+def _local(place: StoragePath) -> Path:
     assert isinstance(place, Path), place
     return place
 
 
-def _remote(place: Location) -> RemotePath:
+def _remote(place: StoragePath) -> RemotePath:
     assert isinstance(place, RemotePath), place
     return place
 

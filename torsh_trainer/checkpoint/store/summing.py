@@ -12,7 +12,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from torsh_trainer.checkpoint.store.places import Location
+from torsh_trainer.checkpoint.store.places import StoragePath
 
 _BLOCK_BYTES = 1 << 20
 _WORTH_A_THREAD_BYTES = 1 << 25
@@ -21,7 +21,7 @@ _MOST_THREADS = 4
 _POLYNOMIAL = 0xEDB88320
 
 
-class Sum(NamedTuple):
+class ByteSum(NamedTuple):
     """Size and CRC-32 of some bytes."""
 
     size_bytes: int
@@ -37,7 +37,7 @@ def spare_threads(processes: int) -> int:
     return max(1, min(_MOST_THREADS, cores // processes))
 
 
-def sum_up(path: Location, *, threads: int = 1) -> Sum:
+def sum_up(path: StoragePath, *, threads: int = 1) -> ByteSum:
     """Reads a file and sums it up.
 
     Raises:
@@ -53,7 +53,7 @@ def sum_up(path: Location, *, threads: int = 1) -> Sum:
         sums = list(pool.map(lambda pair: _part(path, *pair), pairwise(bounds)))
     total = sums[0]
     for part in sums[1:]:
-        total = Sum(total.size_bytes + part.size_bytes, joined(total.crc, part))
+        total = ByteSum(total.size_bytes + part.size_bytes, join_crcs(total.crc, part))
     return total
 
 
@@ -96,7 +96,7 @@ class RunningSum:
             del data  # it holds the memory of a tensor
 
 
-def joined(crc: int, more: Sum) -> int:
+def join_crcs(crc: int, more: ByteSum) -> int:
     """The CRC-32 of bytes with ``crc`` and those of ``more`` behind them.
 
     Appending n bytes multiplies a CRC, as a polynomial over GF(2), by x to the 8 n; this is
@@ -105,7 +105,7 @@ def joined(crc: int, more: Sum) -> int:
     return _product(_power_of_x(8 * more.size_bytes), crc) ^ more.crc
 
 
-def _part(path: Location, begin: int | None, end: int | None) -> Sum:
+def _part(path: StoragePath, begin: int | None, end: int | None) -> ByteSum:
     size, crc = 0, 0
     block = memoryview(bytearray(_BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -115,7 +115,7 @@ def _part(path: Location, begin: int | None, end: int | None) -> Sum:
             crc = zlib.crc32(block[:count], crc)
             size += count
             left = None if left is None else left - count
-    return Sum(size, crc)
+    return ByteSum(size, crc)
 
 
 def _product(a: int, b: int) -> int:

@@ -33,13 +33,13 @@ from torsh_trainer.checkpoint.base import Sum
 from torsh_trainer.checkpoint.plain import Leaf
 from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.store.integrity import METADATA, Digest
-from torsh_trainer.checkpoint.store.places import Location, sizes
+from torsh_trainer.checkpoint.store.places import StoragePath, sizes
 from torsh_trainer.checkpoint.store.summing import RunningSum
 from torsh_trainer.checkpoint.tensors.metadata import NoMetadataError, parse
 from torsh_trainer.checkpoint.tensors.planner import Planner
-from torsh_trainer.checkpoint.tensors.reading import Stored, Wanted, read_file, wanted
+from torsh_trainer.checkpoint.tensors.reading import PieceLocation, Wanted, plan_reads, read_file
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.files import of_file
+from torsh_trainer.utils.files import of_file
 
 
 class Written(NamedTuple):
@@ -52,7 +52,7 @@ class Written(NamedTuple):
     sums: dict[str, Sum]
     """By tensor, the hash of what it wrote; empty where nothing was to be hashed."""
 
-    def packed(self) -> Any:
+    def pack(self) -> Any:
         """As JSON can hold it."""
         results = [
             [
@@ -66,8 +66,8 @@ class Written(NamedTuple):
         return {"results": results, "files": files, "plain": self.plain, "sums": sums}
 
     @classmethod
-    def unpacked(cls, said: Any) -> Written:
-        """The inverse of ``packed``."""
+    def unpack(cls, said: Any) -> Written:
+        """The inverse of ``pack``."""
         results = [
             WriteResult(
                 MetadataIndex(name, None if at is None else torch.Size(at), number),
@@ -93,7 +93,7 @@ def agree(planner: Planner, offers: list[SavePlan]) -> list[SavePlan]:
     return _Writer(Path()).prepare_global_plan(plans)
 
 
-def write_tensors(planner: Planner, folder: Location) -> Written:
+def write_tensors(planner: Planner, folder: StoragePath) -> Written:
     """Writes this rank's files into ``folder`` and returns once they are safe there.
 
     Raises:
@@ -133,7 +133,7 @@ def metadata_file(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) 
     return kept.content.getvalue()
 
 
-def read_metadata(folder: Location) -> Metadata:
+def read_metadata(folder: StoragePath) -> Metadata:
     """Where every piece of every tensor lies.
 
     Raises:
@@ -160,15 +160,15 @@ def shapes(metadata: Metadata) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]
     }
 
 
-def read(folder: Location, metadata: Metadata, into: Mapping[Key, Leaf]) -> None:
+def read(folder: StoragePath, metadata: Metadata, into: Mapping[Key, Leaf]) -> None:
     """Fills the tensors of ``into`` in place; each rank reads what it holds.
 
     Raises:
         ResourceError: the checkpoint does not hold what its metadata says.
         OSError: the disk refused.
     """
-    per_file: dict[str, list[tuple[Stored, Wanted]]] = {}
-    for piece in wanted(metadata, into):
+    per_file: dict[str, list[tuple[PieceLocation, Wanted]]] = {}
+    for piece in plan_reads(metadata, into):
         info = metadata.storage_data[piece.item.storage_index]
         if getattr(info, "transform_descriptors", None):
             raise ResourceError(
@@ -176,7 +176,7 @@ def read(folder: Location, metadata: Metadata, into: Mapping[Key, Leaf]) -> None
                 "are read here",
                 fix="save it again with torch.distributed.checkpoint without extensions",
             )
-        stored = Stored(info.relative_path, info.offset, info.length)
+        stored = PieceLocation(info.relative_path, info.offset, info.length)
         per_file.setdefault(stored.relative_path, []).append((stored, piece))
     for name, pieces in per_file.items():
         with (folder / Path(name).name).open("rb") as stream:
@@ -186,7 +186,7 @@ def read(folder: Location, metadata: Metadata, into: Mapping[Key, Leaf]) -> None
 class _Summed(io.BufferedWriter):
     """A file that sums up what is written to it, and remembers when the disk refused."""
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: StoragePath) -> None:
         super().__init__(path.open("wb", buffering=0), buffer_size=1 << 20)
         self.size_bytes = 0
         self.sum = RunningSum()
@@ -222,7 +222,7 @@ class _SummedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         assert mode == "wb"
-        target: Location = path
+        target: StoragePath = path
         stream = _Summed(target)
         try:
             with stream:
@@ -258,7 +258,7 @@ class _Kept(_SummedFiles):
 class _Writer(FileSystemWriter):
     fs: _SummedFiles
 
-    def __init__(self, folder: Location) -> None:
+    def __init__(self, folder: StoragePath) -> None:
         # What a store has taken is safe there; a file of this machine is synced.
         super().__init__(Path(), sync_files=isinstance(folder, Path))
         self.fs = _SummedFiles()

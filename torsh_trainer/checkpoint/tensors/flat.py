@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torsh_trainer.checkpoint.base import FlatShard
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.errors import TrainingError
 
 

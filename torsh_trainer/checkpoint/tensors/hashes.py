@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from torsh_trainer.checkpoint.base import MODULUS, Sum
 from torsh_trainer.checkpoint.tensors.hashing import ALGORITHM, hash_of
-from torsh_trainer.files import parse_json
+from torsh_trainer.utils.files import parse_json
 
 Sums = Mapping[str, Sum]
 

@@ -69,7 +69,7 @@ def _sum(words: Tensor, first: int) -> Tensor:
         if len(rows) == 1:
             total = total + _dot(rows[0], weights, row)
         else:
-            factors = _mixed(torch.arange(row, row + len(rows), device=words.device))
+            factors = _mix(torch.arange(row, row + len(rows), device=words.device))
             total = total + ((rows * weights).sum(1) * factors).sum()
         row += len(rows)
     rest = words[head + whole :]
@@ -80,7 +80,7 @@ def _sum(words: Tensor, first: int) -> Tensor:
 
 def _dot(words: Tensor, weights: Tensor, row: int) -> Tensor:
     """Of words that lie in one row."""
-    return (words * weights).sum() * _signed(_factor(row))
+    return (words * weights).sum() * _as_signed(_factor(row))
 
 
 def _at_once(words: Tensor) -> int:
@@ -95,7 +95,7 @@ def _sum_of_runs(words: Tensor, firsts: Tensor, run: int) -> Tensor:
     along = torch.arange(run, device=words.device)
     for some, begins in zip(words.view(-1, run).split(rows), firsts.split(rows), strict=True):
         places = begins[:, None] + along
-        factors = _mixed(places // _ROW)
+        factors = _mix(places // _ROW)
         total = total + (some * weights[places % _ROW] * factors).sum()
     return total
 
@@ -130,26 +130,26 @@ def _firsts(piece: Sequence[int], shape: Sequence[int], run: int, device: torch.
 
 @functools.lru_cache(maxsize=4)
 def _weights(device: torch.device) -> Tensor:
-    return _mixed(torch.arange(1, _ROW + 1, dtype=torch.int64)).to(device)
+    return _mix(torch.arange(1, _ROW + 1, dtype=torch.int64)).to(device)
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def _mix(numbers: Tensor) -> Tensor:
     """An odd number for each, by the finaliser of splitmix64; shifts keep the sign away."""
-    mixed = (numbers + _signed(_SEED)) * _signed(_FIRST)
-    mixed = (mixed ^ ((mixed >> 30) & ((1 << 34) - 1))) * _signed(_SECOND)
-    mixed = (mixed ^ ((mixed >> 27) & ((1 << 37) - 1))) * _signed(_THIRD)
+    mixed = (numbers + _as_signed(_SEED)) * _as_signed(_FIRST)
+    mixed = (mixed ^ ((mixed >> 30) & ((1 << 34) - 1))) * _as_signed(_SECOND)
+    mixed = (mixed ^ ((mixed >> 27) & ((1 << 37) - 1))) * _as_signed(_THIRD)
     return (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) | 1
 
 
 def _factor(number: int) -> int:
-    """``_mixed`` of one number, on the host."""
+    """``_mix`` of one number, on the host."""
     mixed = (number + _SEED) * _FIRST % MODULUS
     mixed = (mixed ^ (mixed >> 30)) * _SECOND % MODULUS
     mixed = (mixed ^ (mixed >> 27)) * _THIRD % MODULUS
     return (mixed ^ (mixed >> 31)) | 1
 
 
-def _signed(number: int) -> int:
+def _as_signed(number: int) -> int:
     number %= MODULUS
     return number - MODULUS if number >= MODULUS // 2 else number
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from torsh_trainer.checkpoint.tensors.inert import Made, Name, Stored, Table, read
+from torsh_trainer.checkpoint.tensors.inert import GlobalName, Made, PairTable, PersistentId, read
 from torsh_trainer.checkpoint.tensors.metadata import dtype_of
 
 _LONGEST_PICKLE = 1 << 16
@@ -37,8 +37,8 @@ _STORAGES = {
         "ComplexFloat": torch.complex64,
     }.items()
 }
-_REBUILD_TYPED = Name("torch._utils", "_rebuild_tensor_v2")
-_REBUILD = Name("torch._utils", "_rebuild_tensor_v3")  # of a storage that has no type
+_REBUILD_TYPED = GlobalName("torch._utils", "_rebuild_tensor_v2")
+_REBUILD = GlobalName("torch._utils", "_rebuild_tensor_v3")  # of a storage that has no type
 
 
 class NoTensorError(ValueError):
@@ -168,7 +168,7 @@ def _tensor(value: Any) -> tuple[torch.dtype, str, int, tuple[Any, Any, Any], di
     if not (isinstance(value, Made) and isinstance(value.args, tuple) and value.state is None):
         _refuse("it is no tensor")
     if value.by not in (_REBUILD_TYPED, _REBUILD):
-        _refuse(f"it names {value.by if isinstance(value.by, Name) else 'nothing'}"[:200])
+        _refuse(f"it names {value.by if isinstance(value.by, GlobalName) else 'nothing'}"[:200])
     untyped = value.by == _REBUILD
     least = 7 if untyped else 6
     if not least <= len(value.args) <= least + 1:
@@ -183,16 +183,16 @@ def _tensor(value: Any) -> tuple[torch.dtype, str, int, tuple[Any, Any, Any], di
 
 
 def _storage(value: Any, dtype: Any) -> tuple[torch.dtype, str, int]:
-    key = value.key if isinstance(value, Stored) else None
+    key = value.key if isinstance(value, PersistentId) else None
     if not (isinstance(key, tuple) and len(key) == 5 and key[0] == "storage"):
         _refuse("its data lies nowhere")
     _, kind, name, _, numel = key
-    if not (isinstance(kind, Name) and isinstance(name, str) and _is_count(numel)):
+    if not (isinstance(kind, GlobalName) and isinstance(name, str) and _is_count(numel)):
         _refuse("its data lies nowhere")
     if dtype is None:
         found = _STORAGES.get(kind.name) if kind.module == "torch" else None
     else:
-        found = dtype_of(dtype) if isinstance(dtype, Name) else None
+        found = dtype_of(dtype) if isinstance(dtype, GlobalName) else None
         numel = numel // found.itemsize if found is not None else numel
     if found is None:
         _refuse(f"it names {kind if dtype is None else dtype}, which is no type"[:200])
@@ -202,7 +202,7 @@ def _storage(value: Any, dtype: Any) -> tuple[torch.dtype, str, int]:
 def _flags(value: Any) -> dict[str, bool]:
     if value is None:
         return {}
-    pairs = value.pairs if isinstance(value, Table) else [("", None)]
+    pairs = value.pairs if isinstance(value, PairTable) else [("", None)]
     if any(name not in ("conj", "neg") or type(flag) is not bool for name, flag in pairs):
         _refuse("it is more than a plain tensor")
     return dict(pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torsh_trainer.checkpoint.base import MODULUS, Sum
-from torsh_trainer.checkpoint.plain import Leaf, dotted
+from torsh_trainer.checkpoint.plain import Leaf, dotted_name
 from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.tensors.planner import Planner
 from torsh_trainer.comm.base import Communicator
@@ -13,7 +13,7 @@ from torsh_trainer.comm.base import Communicator
 _LIMB_BITS = 16
 
 
-def held_sums(
+def sum_held(
     tensors: Mapping[Key, Leaf], names: Sequence[str], comm: Communicator
 ) -> dict[str, Sum]:
     """What all ranks hold of the tensors called ``names``, replicas included; collective.
@@ -21,9 +21,9 @@ def held_sums(
     ``names`` are the same on every rank, which may hold some of them.
     """
     wanted = set(names)
-    planner = Planner(is_main=comm.world.is_main)
-    planner.hold({path: leaf for path, leaf in tensors.items() if dotted(path) in wanted})
-    mine = planner.offered_sums()
+    planner = Planner(is_rank_zero=comm.world.is_rank_zero)
+    planner.hold({path: leaf for path, leaf in tensors.items() if dotted_name(path) in wanted})
+    mine = planner.sum_offered()
     planner.close()
     # In parts that float64 adds up without rounding, on any number of ranks.
     flat: list[float] = []

@@ -20,7 +20,7 @@ class NotInertError(ValueError):
     """The bytes are no pickle, or one that no plain value comes as; the words say where."""
 
 
-class Name(NamedTuple):
+class GlobalName(NamedTuple):
     """What a pickle calls a class, a function or a constant."""
 
     module: str
@@ -30,7 +30,7 @@ class Name(NamedTuple):
         return f"{self.module}.{self.name}"
 
 
-class Stored(NamedTuple):
+class PersistentId(NamedTuple):
     """What a pickle says lies elsewhere (a persistent id)."""
 
     key: Any
@@ -46,14 +46,14 @@ class Made:
 
 
 @dataclass(eq=False)
-class Table:
+class PairTable:
     """A dict, as its pairs: keys are not hashed, and may come twice."""
 
     pairs: list[tuple[Any, Any]]
 
 
 def read(data: bytes) -> Any:
-    """What ``data`` holds: numbers, strings, lists, tuples, ``Table`` for a dict, and the above.
+    """What ``data`` holds: numbers, strings, lists, tuples, ``PairTable`` of a dict, the above.
 
     Raises:
         NotInertError: it ends too early, or asks for something that plain values never need.
@@ -160,26 +160,26 @@ def _appends(m: _Machine) -> None:
 
 def _set_item(m: _Machine) -> None:
     value, key = m.pop(), m.pop()
-    m.top(Table).pairs.append((key, value))
+    m.top(PairTable).pairs.append((key, value))
 
 
 def _set_items(m: _Machine) -> None:
     items = m.pop_to_mark()
     if len(items) % 2:
         raise NotInertError(f"a key without a value, before byte {m.at}")
-    m.top(Table).pairs.extend(zip(items[::2], items[1::2], strict=True))
+    m.top(PairTable).pairs.extend(zip(items[::2], items[1::2], strict=True))
 
 
 def _global(m: _Machine) -> None:
     module = m.line()
-    m.push(Name(module, m.line()))
+    m.push(GlobalName(module, m.line()))
 
 
 def _stack_global(m: _Machine) -> None:
     name, module = m.pop(), m.pop()
     if not (isinstance(name, str) and isinstance(module, str)):
         raise NotInertError(f"a name that is no string, before byte {m.at}")
-    m.push(Name(module, name))
+    m.push(GlobalName(module, name))
 
 
 def _call(m: _Machine) -> None:
@@ -223,7 +223,7 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
     ord("]"): lambda m: m.push([]),
     ord("a"): _append,
     ord("e"): _appends,
-    ord("}"): lambda m: m.push(Table([])),
+    ord("}"): lambda m: m.push(PairTable([])),
     ord("s"): _set_item,
     ord("u"): _set_items,
     ord("q"): lambda m: m.keep(m.number("<B")),
@@ -236,5 +236,5 @@ _STEPS: dict[int, Callable[[_Machine], object]] = {
     ord("R"): _call,
     0x81: _call,  # NEWOBJ: a class instead of a function
     ord("b"): _build,
-    ord("Q"): lambda m: m.push(Stored(m.pop())),  # BINPERSID
+    ord("Q"): lambda m: m.push(PersistentId(m.pop())),  # BINPERSID
 }

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from torsh_trainer.checkpoint.plain import dotted
-from torsh_trainer.checkpoint.tensors.inert import Made, Name, NotInertError, Table, read
+from torsh_trainer.checkpoint.plain import dotted_name
+from torsh_trainer.checkpoint.tensors.inert import GlobalName, Made, NotInertError, PairTable, read
 
 _MODULE = "torch.distributed.checkpoint.metadata"
-_STORAGE = Name("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-_SIZE = Name("torch", "Size")
+_STORAGE = GlobalName("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = GlobalName("torch", "Size")
 _MOST_CUTS = 8
 """Dimensions in which one tensor may be cut; meshes have three or four."""
 
@@ -59,14 +59,14 @@ def parse(data: bytes, sizes: Mapping[str, int]) -> Metadata:
 
 
 def _metadata(value: Any) -> Metadata:
-    found = _fields(value, Name(_MODULE, "Metadata"))
+    found = _fields(value, GlobalName(_MODULE, "Metadata"))
     for part in ("state_dict_metadata", "storage_data", "planner_data"):
         if part not in found:
             _refuse(f"it has no {part}")
     entries = _dict(found["state_dict_metadata"], _string, _entry)
     paths = _dict(found["planner_data"], _string, _path)
     for name, path in paths.items():
-        if dotted(path) != name:
+        if dotted_name(path) != name:
             _refuse(f"it gives {name} another name")
     if missing := [name for name in entries if name not in paths]:
         _refuse(f"it does not say where {missing[0]} belongs")
@@ -74,9 +74,11 @@ def _metadata(value: Any) -> Metadata:
 
 
 def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if _is_made(value, Name(_MODULE, "BytesStorageMetadata")):
+    if _is_made(value, GlobalName(_MODULE, "BytesStorageMetadata")):
         return BytesStorageMetadata()
-    found = _fields(value, Name(_MODULE, "TensorStorageMetadata"), "properties", "size", "chunks")
+    found = _fields(
+        value, GlobalName(_MODULE, "TensorStorageMetadata"), "properties", "size", "chunks"
+    )
     chunks = found["chunks"]
     if not isinstance(chunks, list):
         _refuse("the pieces of a tensor are no list")
@@ -86,10 +88,10 @@ def _entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _properties(value: Any) -> TensorProperties:
-    if not _is_made(value, Name(_MODULE, "TensorProperties")):
+    if not _is_made(value, GlobalName(_MODULE, "TensorProperties")):
         _refuse("a tensor has no properties")
     state = value.state
-    if not (isinstance(state, tuple) and state and isinstance(state[0], Name)):
+    if not (isinstance(state, tuple) and state and isinstance(state[0], GlobalName)):
         _refuse("a tensor has no type")
     dtype = dtype_of(state[0])
     if dtype is None:
@@ -97,19 +99,19 @@ def _properties(value: Any) -> TensorProperties:
     return TensorProperties(dtype)
 
 
-def dtype_of(name: Name) -> torch.dtype | None:
+def dtype_of(name: GlobalName) -> torch.dtype | None:
     """The type that a pickle names ``torch.float32``; None where there is no such type."""
     found = getattr(torch, name.name, None) if name.module == "torch" else None
     return found if isinstance(found, torch.dtype) else None
 
 
 def _chunk(value: Any) -> ChunkStorageMetadata:
-    found = _fields(value, Name(_MODULE, "ChunkStorageMetadata"), "offsets", "sizes")
+    found = _fields(value, GlobalName(_MODULE, "ChunkStorageMetadata"), "offsets", "sizes")
     return ChunkStorageMetadata(_size(found["offsets"]), _size(found["sizes"]))
 
 
 def _index(value: Any) -> MetadataIndex:
-    found = _fields(value, Name(_MODULE, "MetadataIndex"), "fqn")
+    found = _fields(value, GlobalName(_MODULE, "MetadataIndex"), "fqn")
     offset, index = found.get("offset"), found.get("index")
     return MetadataIndex(
         _string(found["fqn"]),
@@ -155,7 +157,7 @@ def _string(value: Any) -> str:
 
 
 def _dict(value: Any, key: Callable[[Any], Any], item: Callable[[Any], Any]) -> dict[Any, Any]:
-    if not isinstance(value, Table):
+    if not isinstance(value, PairTable):
         _refuse("a table is missing")
     made = {key(k): item(v) for k, v in value.pairs}
     if len(made) != len(value.pairs):
@@ -163,24 +165,24 @@ def _dict(value: Any, key: Callable[[Any], Any], item: Callable[[Any], Any]) -> 
     return made
 
 
-def _fields(value: Any, kind: Name, *needed: str) -> dict[str, Any]:
+def _fields(value: Any, kind: GlobalName, *needed: str) -> dict[str, Any]:
     if not _is_made(value, kind):
-        _refuse(f"it names {_named(value)} where {kind.name} belongs")
+        _refuse(f"it names {_describe_value(value)} where {kind.name} belongs")
     found = _dict(value.state, _string, lambda field: field)
     if missing := [name for name in needed if name not in found]:
         _refuse(f"{kind.name} has no {missing[0]}")
     return found
 
 
-def _is_made(value: Any, kind: Name) -> bool:
+def _is_made(value: Any, kind: GlobalName) -> bool:
     return isinstance(value, Made) and value.by == kind and isinstance(value.args, tuple)
 
 
-def _named(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     """What stands in the place of something else, in a word."""
     if isinstance(value, Made):
         value = value.by
-    return str(value)[:100] if isinstance(value, Name) else f"a {type(value).__name__}"
+    return str(value)[:100] if isinstance(value, GlobalName) else f"a {type(value).__name__}"
 
 
 # -- whether it can be ----------------------------------------------------------------------------

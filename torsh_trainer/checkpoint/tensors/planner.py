@@ -31,9 +31,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor
 
-from torsh_trainer.checkpoint.base import FlatShard, Sum
-from torsh_trainer.checkpoint.plain import Leaf, dotted
+from torsh_trainer.checkpoint.base import Sum
+from torsh_trainer.checkpoint.plain import Leaf, dotted_name
 from torsh_trainer.checkpoint.plain import Path as Key
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.checkpoint.tensors.flat import Box, boxes_of, piece
 from torsh_trainer.checkpoint.tensors.hashes import sums_of
 from torsh_trainer.checkpoint.tensors.staging import Staging
@@ -51,10 +52,10 @@ class Planner(DefaultSavePlanner):
     """
 
     def __init__(
-        self, *, is_main: bool, staging: Staging | None = None, hashes: bool = False
+        self, *, is_rank_zero: bool, staging: Staging | None = None, hashes: bool = False
     ) -> None:
         super().__init__()
-        self.is_coordinator = is_main
+        self.is_coordinator = is_rank_zero
         self._hashes = hashes
         self._sums: dict[str, Sum] | None = None
         self.state_dict: dict[str, Leaf] = {}
@@ -85,14 +86,14 @@ class Planner(DefaultSavePlanner):
             TrainingError: a flat shard does not lie within its tensor.
         """
         self._copies = {}
-        self.state_dict = {dotted(path): tensor for path, tensor in tensors.items()}
+        self.state_dict = {dotted_name(path): tensor for path, tensor in tensors.items()}
         before, self._agreed = self._agreed, False
-        outline = [(name, *_outlined(leaf)) for name, leaf in self.state_dict.items()]
+        outline = [(name, *_outline(leaf)) for name, leaf in self.state_dict.items()]
         if before and outline == self._outline:
             self._agreed = True
             return False
         self._outline = outline
-        self.mappings = {dotted(path): path for path in tensors}
+        self.mappings = {dotted_name(path): path for path in tensors}
         self.offer = self.create_local_plan()
         return True
 
@@ -146,7 +147,7 @@ class Planner(DefaultSavePlanner):
         known, self._sums = self._sums, None
         return sums_of(self.plan.items, self.piece) if known is None else known
 
-    def offered_sums(self) -> dict[str, Sum]:
+    def sum_offered(self) -> dict[str, Sum]:
         """By tensor, the hash of what this rank holds, whoever writes it."""
         return sums_of(self.offer.items, self.piece)
 
@@ -180,10 +181,10 @@ class Planner(DefaultSavePlanner):
         return found
 
 
-def _outlined(leaf: Leaf) -> tuple[Any, ...]:
+def _outline(leaf: Leaf) -> tuple[Any, ...]:
     """What a plan depends on."""
     if isinstance(leaf, FlatShard):
-        return ("flat", leaf.global_shape, leaf.offset, *_outlined(leaf.tensor))
+        return ("flat", leaf.global_shape, leaf.offset, *_outline(leaf.tensor))
     if isinstance(leaf, DTensor):
         return ("sharded", leaf.device_mesh, leaf.placements, leaf.shape, leaf.dtype, leaf.device)
     return (leaf.shape, leaf.dtype, leaf.device)
@@ -220,7 +221,7 @@ def _check_alike(plans: Sequence[SavePlan]) -> None:
                 raise _unfit(
                     item.index.fqn,
                     f"where they begin at {list(item.index.offset or ())}, "
-                    f"one holds {_said(theirs)} and another {_said(mine)}",
+                    f"one holds {_describe_item(theirs)} and another {_describe_item(mine)}",
                 )
 
 
@@ -239,7 +240,7 @@ def _check_whole(metadata: Metadata) -> None:
             raise _unfit(name, f"they hold {held} of its {math.prod(entry.size)} elements")
 
 
-def _said(item: tuple[Any, ...]) -> str:
+def _describe_item(item: tuple[Any, ...]) -> str:
     size, sizes, dtype = item
     return f"{list(sizes)} of {list(size)} {str(dtype).removeprefix('torch.')}"
 

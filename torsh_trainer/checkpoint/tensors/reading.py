@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from torsh_trainer.checkpoint.base import FlatShard
-from torsh_trainer.checkpoint.plain import Leaf, dotted
+from torsh_trainer.checkpoint.plain import Leaf, dotted_name
 from torsh_trainer.checkpoint.plain import Path as Key
+from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.checkpoint.tensors.flat import boxes_of, piece
 from torsh_trainer.checkpoint.tensors.header import NoTensorError, read_header
 from torsh_trainer.errors import ResourceError
@@ -41,7 +41,7 @@ class Wanted(NamedTuple):
     target: Tensor
 
 
-class Stored(NamedTuple):
+class PieceLocation(NamedTuple):
     """Where a piece of a tensor lies: a torch.save of its own within a file."""
 
     relative_path: str
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
     length: int
 
 
-def wanted(metadata: Metadata, into: Mapping[Key, Leaf]) -> list[Wanted]:
+def plan_reads(metadata: Metadata, into: Mapping[Key, Leaf]) -> list[Wanted]:
     """What has to be read to fill ``into``, whatever way the checkpoint is cut.
 
     Raises:
@@ -57,7 +57,7 @@ def wanted(metadata: Metadata, into: Mapping[Key, Leaf]) -> list[Wanted]:
     """
     found: list[Wanted] = []
     for path, leaf in into.items():
-        name = dotted(path)
+        name = dotted_name(path)
         pieces = list(_pieces(name, leaf, metadata))
         found += pieces
         held = sum(math.prod(one.item.lengths) for one in pieces)
@@ -76,7 +76,7 @@ def _pieces(name: str, leaf: Leaf, metadata: Metadata) -> Iterator[Wanted]:
     if not isinstance(leaf, FlatShard):
         for item in create_default_local_load_plan({name: leaf}, metadata).items:
             target = find_state_dict_object({name: leaf}, item.dest_index)
-            yield Wanted(item, _narrowed(target.detach(), item.dest_offsets, item.lengths))
+            yield Wanted(item, _narrow(target.detach(), item.dest_offsets, item.lengths))
         return
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
@@ -84,10 +84,10 @@ def _pieces(name: str, leaf: Leaf, metadata: Metadata) -> Iterator[Wanted]:
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         for item in create_read_items_for_chunk_list(name, entry, [chunk]):
             target = piece(leaf, box)
-            yield Wanted(item, _narrowed(target, item.dest_offsets, item.lengths))
+            yield Wanted(item, _narrow(target, item.dest_offsets, item.lengths))
 
 
-def read_file(stream: io.BufferedIOBase, pieces: list[tuple[Stored, Wanted]]) -> None:
+def read_file(stream: io.BufferedIOBase, pieces: list[tuple[PieceLocation, Wanted]]) -> None:
     """Reads pieces that lie in one file, in the order of the file.
 
     Raises:
@@ -104,7 +104,7 @@ def read_file(stream: io.BufferedIOBase, pieces: list[tuple[Stored, Wanted]]) ->
         ends = [o + n for o, n in zip(item.storage_offsets, item.lengths, strict=True)]
         if len(ends) != there.dim() or any(e > n for e, n in zip(ends, there.shape, strict=True)):
             raise _odd(stored, f"{item.storage_index.fqn} has another shape there")
-        part = _narrowed(there, item.storage_offsets, item.lengths)
+        part = _narrow(there, item.storage_offsets, item.lengths)
         if part.numel():
             first = header.begin + int(part.storage_offset()) * part.dtype.itemsize
             stream.seek(stored.offset + first)
@@ -116,7 +116,11 @@ def read_file(stream: io.BufferedIOBase, pieces: list[tuple[Stored, Wanted]]) ->
 
 
 def _fill(
-    target: Tensor, part: Tensor, stream: io.BufferedIOBase, scratch: _Scratch, stored: Stored
+    target: Tensor,
+    part: Tensor,
+    stream: io.BufferedIOBase,
+    scratch: _Scratch,
+    stored: PieceLocation,
 ) -> None:
     """Reads the elements of ``part``, a tensor without data, from here on into ``target``."""
     extent = 1 + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
@@ -129,7 +133,7 @@ def _fill(
     target.copy_(raw.view(part.dtype).as_strided(part.shape, part.stride()))
 
 
-def _read_exactly(stream: io.BufferedIOBase, into: memoryview, stored: Stored) -> None:
+def _read_exactly(stream: io.BufferedIOBase, into: memoryview, stored: PieceLocation) -> None:
     while into:
         count = stream.readinto(into)
         if not count:
@@ -155,7 +159,7 @@ class _Scratch:
         return self._held[:size_bytes]
 
 
-def _narrowed(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
+def _narrow(tensor: Tensor, offsets: torch.Size, lengths: torch.Size) -> Tensor:
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
@@ -167,7 +171,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-def _odd(stored: Stored, why: str) -> ResourceError:
+def _odd(stored: PieceLocation, why: str) -> ResourceError:
     name = Path(stored.relative_path).name
     return ResourceError(
         f"{name} is not what the checkpoint's metadata says: {why}",

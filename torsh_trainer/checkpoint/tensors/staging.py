@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import math
 import mmap
 import threading
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from torsh_trainer.errors import ResourceError
 
+log = logging.getLogger(__name__)
+
 _ALIGNMENT = 64
 _PIECE_BYTES = 1 << 24
 """What one thread copies, or touches, at a time."""
@@ -31,7 +34,8 @@ _SMALL_BYTES = 1 << 18
 class Staging:
     """Memory for copies of tensors, kept from one save to the next; ``threads`` copy into it.
 
-    Beside CUDA it is page-locked, so that copies run at the speed of the bus.
+    Beside CUDA it is page-locked, so that copies run at the speed of the bus. torch's own allocator
+    of such memory would round it up to a power of two, and never give it back.
     """
 
     def __init__(self, *, threads: int) -> None:
@@ -47,12 +51,12 @@ class Staging:
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Makes room for copies of tensors like these; a thread goes on touching it."""
-        layout, size_bytes = _laid_out(tensors)
-        pinned = any(tensor.is_cuda for tensor in tensors)
+        layout, size_bytes = _lay_out(tensors)
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         memory = self._memory
-        if memory is None or memory.pinned != pinned or memory.size_bytes < size_bytes:
+        if memory is None or memory.device != device or memory.size_bytes < size_bytes:
             self.close()  # before there is new memory: never both
-            self._memory = _Memory(size_bytes, pinned=pinned)
+            self._memory = _Memory(size_bytes, device=device)
         self._layout = layout
         self._copies = []
 
@@ -98,7 +102,7 @@ class _Room(NamedTuple):
         return flat.as_strided(self.size, self.stride)
 
 
-def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[_Room], int]:
+def _lay_out(tensors: Sequence[Tensor]) -> tuple[list[_Room], int]:
     rooms, offset = [], 0
     for tensor in tensors:
         like = torch.empty_like(tensor, device="meta")  # keeps the order of dimensions in memory
@@ -108,11 +112,12 @@ def _laid_out(tensors: Sequence[Tensor]) -> tuple[list[_Room], int]:
 
 
 class _Memory:
-    """Bytes of host memory, made ready by a thread."""
+    """Bytes of host memory, made ready by a thread; page-locked for copies from ``device``."""
 
-    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+    def __init__(self, size_bytes: int, *, device: torch.device | None) -> None:
         self.size_bytes = size_bytes
-        self.pinned = pinned
+        self.device = device
+        self._locked = False
         self._held: Any = None  # the owner of the memory
         self._base = 0
         self._given_up = False
@@ -139,26 +144,41 @@ class _Memory:
     def close(self) -> None:
         self._given_up = True
         self._thread.join()
+        if self._locked:  # copies that outlive it keep the memory, as pages like any
+            self._locked = False
+            torch.cuda.cudart().cudaHostUnregister(self._base)
         self._held = None
 
     def _make(self) -> None:
         size = max(self.size_bytes, mmap.PAGESIZE)
         try:
-            if self.pinned:
-                self._held = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-                self._base = self._held.data_ptr()
-            else:
-                self._held, self._base = _mapped(size)
-                pages = torch.frombuffer(self._held, dtype=torch.uint8)[:: mmap.PAGESIZE]
-                for some in pages.split(_PIECE_BYTES // mmap.PAGESIZE):
-                    if self._given_up:
-                        return
-                    some.zero_()
+            self._held, self._base = _map_memory(size)
+            pages = torch.frombuffer(self._held, dtype=torch.uint8)[:: mmap.PAGESIZE]
+            for some in pages.split(_PIECE_BYTES // mmap.PAGESIZE):
+                if self._given_up:
+                    return
+                some.zero_()
+            if self.device is not None:
+                self._locked = _lock_pages(self._base, size, self.device)
         except (OSError, RuntimeError, MemoryError, ValueError) as error:
             self._error = error
 
 
-def _mapped(size_bytes: int) -> tuple[Any, int]:
+def _lock_pages(base: int, size_bytes: int, device: torch.device) -> bool:
+    """Locks pages for copies from ``device``; says so where the system does not let it."""
+    with torch.cuda.device(device):  # a thread begins on device 0, and would make a context there
+        code = int(torch.cuda.cudart().cudaHostRegister(base, size_bytes, 0))
+    if code:
+        log.warning(
+            "%.0f MiB for the copy of asynchronous saves are not page-locked (CUDA error %d): the "
+            "copy is slower, and right",
+            size_bytes / 2**20,
+            code,
+        )
+    return not code
+
+
+def _map_memory(size_bytes: int) -> tuple[Any, int]:
     """Anonymous memory in huge pages where the system has them, and its address."""
     mapping = mmap.mmap(-1, size_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

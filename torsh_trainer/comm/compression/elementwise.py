@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.comm.compression.base import Compressing, Memory
-from torsh_trainer.comm.compression.method import Draw, Method, Piece, Started
+from torsh_trainer.comm.compression.method import BucketPiece, Draw, Method, Started
 from torsh_trainer.comm.compression.wire import Wire, keep_for_stream
 
 
@@ -53,14 +52,13 @@ class Rounded(Method):
         # A sum of so many values of this size stays finite.
         self._most = torch.finfo(dtype).max / wire.size
 
-    def start(self, pieces: Sequence[Piece], *, unit: float, poison: float) -> Started:
+    def start(self, pieces: Sequence[BucketPiece], *, unit: float, poison: Tensor) -> Started:
         sizes = [piece.value.numel() for piece in pieces]
         sent = pieces[0].value.new_empty(sum(sizes), dtype=self._dtype)
         parts = sent.split(sizes)
         for piece, part in zip(pieces, parts, strict=True):
             self._round(piece, part)
-        if math.isnan(poison):
-            sent[0] = math.nan
+        sent[0] = torch.where(poison.isnan(), poison, sent[0])
         work = self.wire.all_reduce(sent)
 
         def finish() -> None:
@@ -70,7 +68,7 @@ class Rounded(Method):
 
         return Started([work], finish)
 
-    def _round(self, piece: Piece, part: Tensor) -> None:
+    def _round(self, piece: BucketPiece, part: Tensor) -> None:
         mine = piece.value / self.wire.size
         if self._dtype == torch.float16 and piece.keeps:
             mine.clamp_(-self._most, self._most)

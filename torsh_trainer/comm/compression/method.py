@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from torsh_trainer.comm.compression.wire import Wire, keep_for_stream
+from torsh_trainer.comm.compression.wire import Wire, asks_host, keep_for_stream
 
 _ALIGNED = 8
 """Bytes: every part of a payload begins where int64 may, so that it can be read as any type."""
@@ -22,7 +22,7 @@ _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BucketPiece:
     """One parameter of a bucket.
 
     ``value`` is fp32, one-dimensional: the gradient and what was owed of earlier ones. A method
@@ -81,12 +81,13 @@ class Method(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def start(self, pieces: Sequence[Piece], *, unit: float, poison: float) -> Started:
+    def start(self, pieces: Sequence[BucketPiece], *, unit: float, poison: Tensor) -> Started:
         """Sends ``pieces`` and says how to end it; ranks call it for the same pieces.
 
-        ``unit`` is what one stands for in these gradients (the loss scale). ``poison`` is 0, or
-        NaN where this rank's gradients are not finite (its values are then zeros): some element
-        of the mean must become NaN on every rank.
+        ``unit`` is what one stands for in these gradients (the loss scale). ``poison`` (fp32,
+        0-dim, where the pieces are) is 0, or NaN where this rank's gradients are not finite (none
+        of them is in its values then): some element of the mean must become NaN on every rank. To
+        ask an accelerator for its value would be to wait for all that it was given to do.
         """
 
     def shared_state(self) -> dict[str, Tensor]:
@@ -112,20 +113,20 @@ class Gathered(Method):
         """Of a parameter with ``size`` elements."""
 
     @abc.abstractmethod
-    def encode(self, piece: Piece, payload: Tensor) -> None:
+    def encode(self, piece: BucketPiece, payload: Tensor) -> None:
         """Writes what is sent of ``piece`` into ``payload`` (uint8)."""
 
     @abc.abstractmethod
-    def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
+    def decode(self, piece: BucketPiece, payloads: Sequence[Tensor], mean: Tensor) -> None:
         """The mean of what all ranks sent, by rank, into ``mean`` (fp32, uninitialised)."""
 
-    def start(self, pieces: Sequence[Piece], *, unit: float, poison: float) -> Started:
+    def start(self, pieces: Sequence[BucketPiece], *, unit: float, poison: Tensor) -> Started:
         begins, end = [], _ALIGNED
         for piece in pieces:
             begins.append(end)
-            end += _padded(self.payload_bytes(piece.value.numel()))
+            end += _align_up(self.payload_bytes(piece.value.numel()))
         payload = pieces[0].value.new_zeros(end, dtype=torch.uint8)
-        payload[:4].view(torch.float32).fill_(poison)
+        payload[:4].view(torch.float32).copy_(poison)
         spans = [
             slice(begin, begin + self.payload_bytes(piece.value.numel()))
             for begin, piece in zip(begins, pieces, strict=True)
@@ -168,10 +169,17 @@ def chunks(size: int, device: torch.device, *, block: int = 1) -> Iterator[tuple
         yield slice(full, size), slice(full // block, full // block + 1)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are, by their sum: one pass that writes nothing."""
-    return math.isfinite(float(tensor.sum(dtype=torch.float32)))
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Whether all elements are, 0-dim: one pass that writes nothing, by sums or by norms.
+
+    A CPU is quicker at sums; elsewhere all tensors are read in one go.
+    """
+    if asks_host(tensors[0]):
+        found = [tensor.sum(dtype=torch.float32) for tensor in tensors]
+    else:
+        found = list(torch._foreach_norm(list(tensors), math.inf, dtype=torch.float32))
+    return torch.stack(found).isfinite().all()
 
 
-def _padded(size: int) -> int:
+def _align_up(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED

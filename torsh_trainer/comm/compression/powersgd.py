@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.comm.compression.base import Compressing, at_least
-from torsh_trainer.comm.compression.method import Draw, Method, Piece, Started
+from torsh_trainer.comm.compression.method import BucketPiece, Draw, Method, Started
 from torsh_trainer.comm.compression.wire import Wire
 from torsh_trainer.errors import ConfigError, ResourceError
 
@@ -65,10 +65,10 @@ class LowRank(Method):
         rows, columns, rank = self._matrix(shape)
         return (rows + columns) * rank * self._knobs.min_compression_rate < rows * columns
 
-    def start(self, pieces: Sequence[Piece], *, unit: float, poison: float) -> Started:
+    def start(self, pieces: Sequence[BucketPiece], *, unit: float, poison: Tensor) -> Started:
         # Ends before it returns: torch's hook waits within callbacks, of which a backend with few
         # threads must not have two at a time.
-        if self.wire.any(math.isnan(poison)):
+        if self.wire.any(poison.isnan()):
             return Started([], lambda: _spoil(pieces))
         bucket = _Bucket.of(pieces)
         key = bucket.index()
@@ -87,7 +87,7 @@ class LowRank(Method):
 
     # -- torch's state, by the names of parameters -----------------------------------------------
 
-    def _prepare(self, key: str, pieces: Sequence[Piece]) -> None:
+    def _prepare(self, key: str, pieces: Sequence[BucketPiece]) -> None:
         import numpy as np  # torch's hook has imported it
 
         state = self._state
@@ -103,7 +103,7 @@ class LowRank(Method):
             state.p_memory_dict[key] = like.new_empty(sum(size for size, _ in layout.values()))
             state.q_memory_dict[key] = torch.cat([self._factors[n].view(-1) for n in layout])
 
-    def _remember(self, key: str, pieces: Sequence[Piece]) -> None:
+    def _remember(self, key: str, pieces: Sequence[BucketPiece]) -> None:
         state = self._state
         if self._knobs.warm_start:
             layout = self._layout(pieces)
@@ -116,7 +116,7 @@ class LowRank(Method):
         for other in [k for k in state.q_memory_dict if k != key and names & {*k.split("\n")}]:
             del state.q_memory_dict[other], state.p_memory_dict[other]
 
-    def _layout(self, pieces: Sequence[Piece]) -> dict[str, tuple[int, int]]:
+    def _layout(self, pieces: Sequence[BucketPiece]) -> dict[str, tuple[int, int]]:
         """Name -> elements of its p and q, in torch's order: matrices of one shape together."""
         by_shape: dict[tuple[int, int], list[str]] = {}
         for piece in pieces:
@@ -160,10 +160,10 @@ class _Bucket:
     """What torch's hook asks of a dist.GradBucket, which only DDP can make."""
 
     flat: Tensor
-    pieces: Sequence[Piece] = field(repr=False)
+    pieces: Sequence[BucketPiece] = field(repr=False)
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece]) -> _Bucket:
+    def of(cls, pieces: Sequence[BucketPiece]) -> _Bucket:
         """A copy of the pieces' values."""
         return cls(torch.cat([piece.value for piece in pieces]), pieces)
 
@@ -209,7 +209,7 @@ def _torch_hook(knobs: PowerSGD, group: Any) -> tuple[Any, Any]:
     return state, powerSGD_hook
 
 
-def _spoil(pieces: Sequence[Piece]) -> None:
+def _spoil(pieces: Sequence[BucketPiece]) -> None:
     pieces[0].out[:1].fill_(math.nan)
 
 

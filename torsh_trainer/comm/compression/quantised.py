@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.comm.compression.base import Compressing, at_least, choose
-from torsh_trainer.comm.compression.method import Draw, Gathered, Method, Piece, chunks
+from torsh_trainer.comm.compression.method import BucketPiece, Draw, Gathered, Method, chunks
 from torsh_trainer.comm.compression.wire import Wire
 
 Rounding = Literal["nearest", "stochastic"]
@@ -74,16 +74,16 @@ class Format:
     def encode(self, value: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
         """Writes ``value`` (fp32, 1-D) into ``payload`` (uint8); what ``decode`` will give."""
         sent = torch.empty_like(value)
-        for span, part in self._written(value, payload, generator):
+        for span, part in self._write_spans(value, payload, generator):
             sent[span] = part
         return sent
 
     def take(self, value: Tensor, payload: Tensor, generator: torch.Generator | None) -> None:
         """As ``encode``; ``value`` keeps what was not sent."""
-        for span, part in self._written(value, payload, generator):
+        for span, part in self._write_spans(value, payload, generator):
             value[span].sub_(part)
 
-    def _written(
+    def _write_spans(
         self, value: Tensor, payload: Tensor, generator: torch.Generator | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Writes the payload, and gives in turn what each span of it stands for."""
@@ -170,7 +170,7 @@ class Quantised(Gathered):
     def payload_bytes(self, size: int) -> int:
         return self._format.payload_bytes(size)
 
-    def encode(self, piece: Piece, payload: Tensor) -> None:
+    def encode(self, piece: BucketPiece, payload: Tensor) -> None:
         generator = None
         if self._format.rounding == "stochastic":
             device = piece.value.device
@@ -178,5 +178,5 @@ class Quantised(Gathered):
         write = self._format.take if piece.keeps else self._format.encode
         write(piece.value, payload, generator)
 
-    def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
+    def decode(self, piece: BucketPiece, payloads: Sequence[Tensor], mean: Tensor) -> None:
         self._format.decode_mean(payloads, mean)

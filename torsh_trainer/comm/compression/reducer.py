@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.base import Compressing
-from torsh_trainer.comm.compression.method import Draw, Piece, Started, is_finite
-from torsh_trainer.comm.compression.wire import Traffic, Wire, keep_for_stream
+from torsh_trainer.comm.compression.method import BucketPiece, Draw, Started, are_finite
+from torsh_trainer.comm.compression.wire import Traffic, Wire, asks_host, keep_for_stream
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.lookup import matching, no_match
+from torsh_trainer.utils.lookup import matching, no_match
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class GradientReducer:
         seed: int = 0,
         wire: Wire | None = None,
     ) -> None:
-        if comm.process_group is None or comm.world.size == 1:
+        if comm.process_group is None or comm.size == 1:
             raise ConfigError(
                 f"compression={knobs.name}: one process sends no gradients",
                 fix="start more with launcher.num_processes, or set compression=none",
@@ -108,7 +108,7 @@ class GradientReducer:
         self._shapes = {name: tensor.shape for name, tensor in parameters.items()}
         self._compressed: dict[str, Tensor] = {}
         self.residuals: dict[str, Tensor] = {}
-        self._take(self._chosen(parameters))
+        self._take(self._choose_parameters(parameters))
         self._unit = 1.0
         self._seen: set[str] = set()  # in this reduction
 
@@ -130,7 +130,7 @@ class GradientReducer:
                     tensor.numel(), dtype=torch.float32, device=tensor.device
                 )
 
-    def _chosen(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _choose_parameters(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for pattern in self.knobs.exclude:
             if not matching(pattern, parameters):
                 raise no_match(pattern, parameters, option="compression.exclude")
@@ -178,8 +178,9 @@ class GradientReducer:
         whole = [slot for slot in slots if slot.name not in self._compressed]
         started = [self._plain_parts(flat, whole)] if whole else []
         with torch.no_grad():
-            pieces, poison = self._pieces(flat, sent)
+            pieces, poison, give_back = self._pieces(flat, sent)
             started.append(self._method.start(pieces, unit=self._unit, poison=poison))
+            give_back()
         return Pending(flat, started)
 
     def _count_reduction(self, slots: Sequence[Slot]) -> None:
@@ -206,24 +207,59 @@ class GradientReducer:
 
         return Started(started.works, finish)
 
-    def _pieces(self, flat: Tensor, slots: Sequence[Slot]) -> tuple[list[Piece], float]:
-        """What is to be sent, and NaN where this rank's gradients are not finite."""
+    def _pieces(
+        self, flat: Tensor, slots: Sequence[Slot]
+    ) -> tuple[list[BucketPiece], Tensor, Callable[[], None]]:
+        """What is to be sent; NaN where this rank's gradients are not finite, else 0; what is left
+        to do when they are on their way."""
         keeps = self.knobs.keeps_residual
-        looks = keeps or self._method.hides_nonfinite
-        if looks and not all(is_finite(_view(flat, slot)) for slot in slots):
-            # What is owed stays owed; the step will be skipped, or training ends.
-            return [self._piece(slot, flat, _zeros(flat, slot), keeps=False) for slot in slots], (
-                math.nan
-            )
-        pieces = []
-        for slot in slots:
-            gradient = _view(flat, slot)
-            value = self.residuals[slot.name].add_(gradient) if keeps else gradient.float()
-            pieces.append(self._piece(slot, flat, value, keeps=keeps))
-        return pieces, 0.0
+        poison = torch.zeros((), dtype=torch.float32, device=flat.device)
+        if keeps or self._method.hides_nonfinite:
+            finite = are_finite([_view(flat, slot) for slot in slots])
+            poison = torch.where(finite, poison, math.nan)
+            if not asks_host(flat):
+                return self._mask_pieces(flat, slots, finite, poison)
+            if not finite:
+                # What is owed stays owed; the step will be skipped, or training ends.
+                zeros = [_zeros(flat, slot) for slot in slots]
+                return self._alike(flat, slots, zeros, keeps=False), poison, _nothing
+        values = [
+            self.residuals[slot.name].add_(_view(flat, slot))
+            if keeps
+            else _view(flat, slot).float()
+            for slot in slots
+        ]
+        return self._alike(flat, slots, values, keeps=keeps), poison, _nothing
 
-    def _piece(self, slot: Slot, flat: Tensor, value: Tensor, *, keeps: bool) -> Piece:
-        return Piece(slot.name, self._shapes[slot.name], value, _view(flat, slot), keeps)
+    def _mask_pieces(
+        self, flat: Tensor, slots: Sequence[Slot], finite: Tensor, poison: Tensor
+    ) -> tuple[list[BucketPiece], Tensor, Callable[[], None]]:
+        """The same without a look at ``finite``."""
+        keeps = self.knobs.keeps_residual
+        safe = torch.where(finite, flat, 0.0)
+        gradients = [_view(safe, slot) for slot in slots]
+        if not keeps:
+            values = [gradient.float() for gradient in gradients]
+            return self._alike(flat, slots, values, keeps=False), poison, _nothing
+        owed = [self.residuals[slot.name] for slot in slots]
+        values = list(torch._foreach_add(owed, [g.float() for g in gradients]))
+
+        def give_back() -> None:
+            for residual, value in zip(owed, values, strict=True):
+                torch.where(finite, value, residual, out=residual)
+
+        return self._alike(flat, slots, values, keeps=True), poison, give_back
+
+    def _alike(
+        self, flat: Tensor, slots: Sequence[Slot], values: Sequence[Tensor], *, keeps: bool
+    ) -> list[BucketPiece]:
+        return [
+            self._piece(slot, flat, value, keeps=keeps)
+            for slot, value in zip(slots, values, strict=True)
+        ]
+
+    def _piece(self, slot: Slot, flat: Tensor, value: Tensor, *, keeps: bool) -> BucketPiece:
+        return BucketPiece(slot.name, self._shapes[slot.name], value, _view(flat, slot), keeps)
 
     # -- steps -----------------------------------------------------------------------------------
 

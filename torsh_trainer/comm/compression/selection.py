@@ -1,6 +1,6 @@
 """The largest elements of a tensor, found by a threshold that a sample estimates.
 
-``torch.topk`` sorts, which costs seconds for tens of millions of elements on a CPU. The share of a
+On a CPU ``torch.topk`` sorts, which costs seconds for tens of millions of elements. The share of a
 random sample above a threshold is near the share of the whole above it, so a threshold is chosen
 that lets a few more through than wanted; one pass collects them, and an exact top-k of those few
 ends it. Wherever at least ``count`` came through, the result is that of an exact top-k: every
@@ -13,6 +13,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from torsh_trainer.comm.compression.wire import asks_host
 
 _CHUNK = 1 << 17
 """Elements looked at in one go: scratch that stays in a core's cache."""
@@ -32,6 +34,10 @@ def largest(values: Tensor, count: int, generator: torch.Generator) -> Tensor:
     size = values.numel()
     if count >= size:
         return torch.arange(size, device=values.device)
+    if not asks_host(
+        values
+    ):  # they do not sort there, and each look at a sample waits for the device
+        return _exact(values, count)
     ratio = count / size
     sample_size = math.ceil(_HITS / ratio)
     if 4 * sample_size > size:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torsh_trainer.comm.compression.base import Compressing, at_least
-from torsh_trainer.comm.compression.method import Draw, Gathered, Method, Piece, chunks
+from torsh_trainer.comm.compression.method import BucketPiece, Draw, Gathered, Method, chunks
 from torsh_trainer.comm.compression.wire import Wire
 
 
@@ -58,9 +58,9 @@ class Signs(Gathered):
         self._block_size = block_size
 
     def payload_bytes(self, size: int) -> int:
-        return 4 * self._blocks(size) + packed_bytes(size)
+        return 4 * self._blocks(size) + bytes_for_bits(size)
 
-    def encode(self, piece: Piece, payload: Tensor) -> None:
+    def encode(self, piece: BucketPiece, payload: Tensor) -> None:
         value, size = piece.value, piece.value.numel()
         scales, packed = self._parts(payload, size)
         negative = value.new_empty(size, dtype=torch.bool)
@@ -72,7 +72,7 @@ class Signs(Gathered):
                 rows.sub_(torch.copysign(scale.unsqueeze(1), rows))
         pack(negative, packed)
 
-    def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
+    def decode(self, piece: BucketPiece, payloads: Sequence[Tensor], mean: Tensor) -> None:
         size = mean.numel()
         parts = [self._parts(payload, size) for payload in payloads]
         shares = [scales / self.wire.size for scales, _ in parts]
@@ -98,9 +98,9 @@ class Vote(Gathered):
     """Signs, and one scale for a parameter: what most ranks say, times the mean of their scales."""
 
     def payload_bytes(self, size: int) -> int:
-        return 4 + packed_bytes(size)
+        return 4 + bytes_for_bits(size)
 
-    def encode(self, piece: Piece, payload: Tensor) -> None:
+    def encode(self, piece: BucketPiece, payload: Tensor) -> None:
         value, size = piece.value, piece.value.numel()
         negative = value.new_empty(size, dtype=torch.bool)
         spans = [span for span, _ in chunks(size, value.device)]
@@ -115,7 +115,7 @@ class Vote(Gathered):
             for span in spans:
                 value[span].sub_(torch.copysign(scale, value[span]))
 
-    def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
+    def decode(self, piece: BucketPiece, payloads: Sequence[Tensor], mean: Tensor) -> None:
         ranks = self.wire.size
         scales = torch.cat([payload[:4].view(torch.float32) for payload in payloads])
         scale = scales.sum() / ranks
@@ -127,7 +127,7 @@ class Vote(Gathered):
             torch.mul(votes, scale, out=mean[span])
 
 
-def packed_bytes(size: int) -> int:
+def bytes_for_bits(size: int) -> int:
     """Of so many bits."""
     return -(-size // 8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from torsh_trainer.comm.compression.base import Compressing, check_ratio
-from torsh_trainer.comm.compression.method import Draw, Gathered, Method, Piece, Started, into
+from torsh_trainer.comm.compression.method import BucketPiece, Draw, Gathered, Method, Started, into
 from torsh_trainer.comm.compression.selection import above, largest
-from torsh_trainer.comm.compression.wire import Wire, keep_for_stream
+from torsh_trainer.comm.compression.wire import Wire, asks_host, keep_for_stream
 from torsh_trainer.errors import ConfigError
 
 _INT32 = 2**31
@@ -82,7 +83,7 @@ class Threshold(Compressing):
         return AtLeast(wire, draw, self.threshold)
 
 
-def kept(ratio: float, size: int) -> int:
+def count_kept(ratio: float, size: int) -> int:
     """How many of ``size`` elements the share ``ratio`` is: at least one."""
     return max(1, min(size, round(ratio * size)))
 
@@ -97,11 +98,11 @@ class Largest(Gathered):
         self._ratio = ratio
 
     def payload_bytes(self, size: int) -> int:
-        return kept(self._ratio, size) * (_index_type(size).itemsize + 4)
+        return count_kept(self._ratio, size) * (_index_type(size).itemsize + 4)
 
-    def encode(self, piece: Piece, payload: Tensor) -> None:
+    def encode(self, piece: BucketPiece, payload: Tensor) -> None:
         value = piece.value
-        count = kept(self._ratio, value.numel())
+        count = count_kept(self._ratio, value.numel())
         places = largest(value, count, self.draw.generator(_CPU, "sample", piece.name))
         indices, values = self._parts(payload, value.numel())
         indices[: places.numel()] = places
@@ -109,7 +110,7 @@ class Largest(Gathered):
         if piece.keeps:
             value.index_fill_(0, places, 0.0)
 
-    def decode(self, piece: Piece, payloads: Sequence[Tensor], mean: Tensor) -> None:
+    def decode(self, piece: BucketPiece, payloads: Sequence[Tensor], mean: Tensor) -> None:
         mean.zero_()
         for payload in payloads:
             indices, values = self._parts(payload, mean.numel())
@@ -117,7 +118,7 @@ class Largest(Gathered):
 
     def _parts(self, payload: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Values first, which any alignment of indices may follow."""
-        count, index_type = kept(self._ratio, size), _index_type(size)
+        count, index_type = count_kept(self._ratio, size), _index_type(size)
         if index_type == torch.int64:  # it has to begin at a multiple of eight
             return payload[: 8 * count].view(index_type), payload[8 * count :].view(torch.float32)
         return payload[4 * count :].view(index_type), payload[: 4 * count].view(torch.float32)
@@ -132,8 +133,8 @@ class Random(Method):
         super().__init__(wire, draw)
         self._ratio = ratio
 
-    def start(self, pieces: Sequence[Piece], *, unit: float, poison: float) -> Started:
-        drawn = [self._places(piece) for piece in pieces]
+    def start(self, pieces: Sequence[BucketPiece], *, unit: float, poison: Tensor) -> Started:
+        drawn = _move_to([self._places(piece) for piece in pieces], pieces[0].value.device)
         sizes = [places.numel() for places in drawn]
         sent = pieces[0].value.new_empty(sum(sizes) + 1)
         sent[-1] = poison
@@ -156,10 +157,10 @@ class Random(Method):
 
         return Started([work], finish)
 
-    def _places(self, piece: Piece) -> Tensor:
+    def _places(self, piece: BucketPiece) -> Tensor:
         size = piece.value.numel()
         generator = self.draw.generator(_CPU, "places", piece.name)
-        return subset(size, kept(self._ratio, size), generator).to(piece.value.device)
+        return subset(size, count_kept(self._ratio, size), generator)
 
 
 def subset(size: int, count: int, generator: torch.Generator) -> Tensor:
@@ -193,13 +194,12 @@ class AtLeast(Method):
         super().__init__(wire, draw)
         self._threshold = threshold
 
-    def start(self, pieces: Sequence[Piece], *, unit: float, poison: float) -> Started:
-        found = [above(piece.value, self._threshold * unit) for piece in pieces]
+    def start(self, pieces: Sequence[BucketPiece], *, unit: float, poison: Tensor) -> Started:
+        found, counts = self._find_places([piece.value for piece in pieces], self._threshold * unit)
         values = [piece.value[places] for piece, places in zip(pieces, found, strict=True)]
         for piece, places in zip(pieces, found, strict=True):
             if piece.keeps:
                 piece.value.index_fill_(0, places, 0.0)
-        counts = self.wire.counts([places.numel() for places in found])
         most = max(map(sum, counts))
         # Its own tensors by type: there is no size that all ranks know beforehand.
         index_type = _index_type(max(piece.value.numel() for piece in pieces))
@@ -218,9 +218,35 @@ class AtLeast(Method):
 
         return Started(list(works), finish)
 
+    def _find_places(
+        self, values: Sequence[Tensor], threshold: float
+    ) -> tuple[list[Tensor], list[list[int]]]:
+        """Places in each of ``values``, and how many of them every rank has."""
+        if asks_host(values[0]):
+            found = [above(value, threshold) for value in values]
+            return found, self.wire.counts(torch.tensor([places.numel() for places in found]))
+        # How many there are decides sizes, and is asked for once.
+        sizes = [value.numel() for value in values]
+        reaches = torch.cat(list(values)).abs_() >= threshold
+        counts = self.wire.counts(torch.stack([part.sum() for part in reaches.split(sizes)]))
+        mine = counts[self.wire.rank]
+        places = torch.nonzero_static(reaches, size=sum(mine)).view(-1).split(mine)
+        begins = [0, *itertools.accumulate(sizes[:-1])]
+        return [part - begin for part, begin in zip(places, begins, strict=True)], counts
+
+
+def _move_to(drawn: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """Tensors of the CPU on ``device``, by one copy that nobody waits for."""
+    if device.type == "cpu":
+        return drawn
+    joined = torch.cat(list(drawn))
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    return joined.to(device, non_blocking=True).split([places.numel() for places in drawn])
+
 
 def _add_up(
-    pieces: Sequence[Piece], counts: list[list[int]], indices: Tensor, values: Tensor
+    pieces: Sequence[BucketPiece], counts: list[list[int]], indices: Tensor, values: Tensor
 ) -> None:
     """The mean of what ranks sent, whose ``counts[rank][piece]`` elements stand in a row."""
     begins = [0] * len(counts)

@@ -27,8 +27,8 @@ class Wire:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.size = comm.world.size
-        self.rank = comm.world.rank
+        self.size = comm.size
+        self.rank = comm.rank
         self.group = comm.process_group
         self.device = comm.device
         self.sent_bytes = 0
@@ -51,16 +51,16 @@ class Wire:
         work = dist.all_gather_single(rows, payload, group=self.group, async_op=True)
         return work, rows.view(self.size, -1)
 
-    def counts(self, mine: list[int]) -> list[list[int]]:
-        """Everybody's numbers by rank, waited for."""
-        work, rows = self.all_gather(torch.tensor(mine, dtype=torch.int64, device=self.device))
+    def counts(self, mine: Tensor) -> list[list[int]]:
+        """Everybody's numbers (int64, 1-D) by rank, waited for: the host reads them."""
+        work, rows = self.all_gather(mine)
         work.wait()
         numbers: list[list[int]] = rows.tolist()
         return numbers
 
-    def any(self, flag: bool) -> bool:
-        """Whether ``flag`` holds on some rank, waited for."""
-        return any(row[0] for row in self.counts([int(flag)]))
+    def any(self, flag: Tensor) -> bool:
+        """Whether ``flag`` (0-dim) holds on some rank, waited for."""
+        return any(row[0] for row in self.counts(flag.long().view(1)))
 
     def count_sum(self, nbytes: int, *, size: int) -> None:
         """Counts an all-reduce of so many bytes among ``size`` ranks, whoever calls it."""
@@ -73,6 +73,11 @@ class Wire:
     def _count(self, moved: int) -> None:
         self.sent_bytes += moved
         self.received_bytes += moved
+
+
+def asks_host(tensor: Tensor) -> bool:
+    """Whether the host may look at its values: an accelerator would have to end its work first."""
+    return tensor.is_cpu
 
 
 def keep_for_stream(*tensors: Tensor) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.task import DataSource
+from torsh_trainer.tasks.base import DataSource
 
-_ON_A_CPU = ("eager", "sdpa")
+ON_A_CPU = ("eager", "sdpa")
 """Kinds of attention that a model can be tried with where it is built."""
 
 
@@ -26,13 +26,13 @@ def check_data(model: nn.Module, data: DataSource) -> None:
     config: Any = model.config
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     known = getattr(embedding, "num_embeddings", None)
-    tokens = _said(data, "vocab_size", "largest_token", more=1)
+    tokens = _stated_value(data, "vocab_size", "largest_token", more=1)
     if known is not None and tokens is not None and tokens > known:
         raise ConfigError(
             f"the data has token numbers up to {tokens - 1}, and the model's vocabulary is {known}",
             fix=f"set ++model.overrides.vocab_size={tokens}, or take the tokenizer of the model",
         )
-    positions, longest = positions_of(model), _said(data, "context", "longest")
+    positions, longest = positions_of(model), _stated_value(data, "context", "longest")
     if positions is not None and longest is not None and longest > positions:
         knob = "max_length" if hasattr(data, "longest") else "context"
         raise ConfigError(
@@ -56,7 +56,7 @@ def positions_of(model: nn.Module) -> int | None:
     return found
 
 
-def _said(data: DataSource, stated: str, read: str, *, more: int = 0) -> int | None:
+def _stated_value(data: DataSource, stated: str, read: str, *, more: int = 0) -> int | None:
     """What the data states, or what was read of it and ``more``."""
     value = getattr(data, stated, None)
     if isinstance(value, int):
@@ -72,9 +72,9 @@ def check_causal(model: nn.Module) -> None:
         ConfigError: it does: then the next token could be read off.
     """
     config: Any = model.config
-    if next(model.parameters()).is_meta or config._attn_implementation not in _ON_A_CPU:
+    if next(model.parameters()).is_meta or config._attn_implementation not in ON_A_CPU:
         return
-    with _evaluated(model):
+    with _evaluation_mode(model):
         one, other = (_logits(model, [0, 1, 2, 0, last])[:4] for last in (1, 2))
     if not torch.equal(one, other):
         raise ConfigError(
@@ -93,7 +93,7 @@ def check_packing(model: nn.Module) -> None:
     config: Any = model.config
     name = f"data.packing=true is refused for the model type {config.model_type}"
     fix = "set data.packing=false: samples are padded then"
-    if config._attn_implementation not in _ON_A_CPU:
+    if config._attn_implementation not in ON_A_CPU:
         raise ConfigError(
             f"data.packing=true is refused for model.attn_implementation="
             f"{config._attn_implementation}",
@@ -108,7 +108,7 @@ def check_packing(model: nn.Module) -> None:
         texts = [[first] * 3 + [0, 1] for first in (1, 2)]
         return [_logits(model, text, position_ids=positions)[3:] for text in texts]
 
-    with _evaluated(model):
+    with _evaluation_mode(model):
         if torch.equal(*ends([0, 1, 2, 3, 4])):
             raise ConfigError(f"{name}: nobody can tell whether texts attend to others", fix=fix)
         if not torch.equal(*ends([0, 1, 2, 0, 1])):
@@ -124,7 +124,7 @@ def _logits(model: nn.Module, tokens: list[int], **more: list[int]) -> Tensor:
 
 
 @contextlib.contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     trains = model.training
     model.eval()
     try:

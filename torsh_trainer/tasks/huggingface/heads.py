@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.task import DataSource, Mean, Task
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.tasks.base import DataSource, Mean, Task
 from torsh_trainer.tasks.huggingface.checks import check_causal, check_data, check_packing
+from torsh_trainer.tasks.huggingface.flops import flops_per_token
+from torsh_trainer.tasks.huggingface.hidden import sum_losses
 from torsh_trainer.tasks.huggingface.models import HuggingFaceModel
 from torsh_trainer.tasks.language_model import IGNORED, LanguageModel
 
@@ -94,14 +96,21 @@ class CausalLM(HuggingFaceTask, LanguageModel):
         check_causal(model)
         if getattr(self.data, "packing", False):
             check_packing(model)
-        return model
+        if self.chunked_loss:
+            sum_losses(model)
+        return self._ask_model(model)
 
     def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        batch = _with_targets(batch)
+        return super().forward(model, _with_targets(batch))
+
+    def _call(self, model: nn.Module, batch: Any, **more: Tensor) -> Tensor:
         if isinstance(batch, Tensor):
-            return model(input_ids=batch[:, :-1].long()).logits
-        more = {name: batch[name] for name in ("attention_mask", "position_ids") if name in batch}
-        return model(input_ids=batch["tokens"].long(), **more).logits
+            given = {"input_ids": batch[:, :-1].long()}
+        else:
+            names = [name for name in ("attention_mask", "position_ids") if name in batch]
+            given = {"input_ids": batch["tokens"].long(), **{name: batch[name] for name in names}}
+        outputs = model(**given, **more)
+        return outputs if more else outputs.logits
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
         return super().loss(outputs, _with_targets(batch))
@@ -114,6 +123,10 @@ class CausalLM(HuggingFaceTask, LanguageModel):
 
     def predict(self, model: nn.Module, batch: Any) -> Tensor:
         return super().predict(model, _with_targets(batch))
+
+    def flops_per_token(self, model: nn.Module, tokens: float) -> float | None:
+        """By ``tasks.huggingface.flops``, from the configuration."""
+        return flops_per_token(model, tokens)
 
 
 def _with_targets(batch: Any) -> Any:
@@ -185,7 +198,7 @@ class SequenceClassification(HuggingFaceTask):
             settings["pad_token_id"] = self.data.pad_token_id
         if self._names is None or {"num_labels", "id2label"} & {*(model.overrides or ())}:
             return settings
-        before = [str(name) for _, name in sorted(_numbered(saved.get("id2label")))]
+        before = [str(name) for _, name in sorted(_number_labels(saved.get("id2label")))]
         if before != self._names and sorted(before) == sorted(self._names):
             raise ConfigError(
                 f"{model.pretrained or model.config} numbers its labels {', '.join(before)}, the "
@@ -233,6 +246,6 @@ def _labels(batch: Any) -> Tensor:
     return labels
 
 
-def _numbered(labels: Any) -> list[tuple[int, str]]:
+def _number_labels(labels: Any) -> list[tuple[int, str]]:
     """``id2label`` of a config.json, whose keys are text."""
     return [(int(number), name) for number, name in (labels or {}).items()]

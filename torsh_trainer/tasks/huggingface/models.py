@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.lookup import shown
 from torsh_trainer.tasks.huggingface.library import first_line, transformers
+from torsh_trainer.utils.lookup import list_first
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class HuggingFaceModel:
             return _values("config", path / "config.json")
         return _values("config", path) if path.is_file() else {"model_type": self.config}
 
-    def configured(self, **settings: Any) -> Any:
+    def make_config(self, **settings: Any) -> Any:
         """The configuration: as saved, with ``settings`` and ``overrides``.
 
         Raises:
@@ -120,7 +120,7 @@ class HuggingFaceModel:
             ConfigError: the model type has no such head, or the weights do not fit.
             ResourceError: transformers is not installed.
         """
-        config = self.configured(**settings)
+        config = self.make_config(**settings)
         kind = getattr(transformers(), head)
         if type(config) not in kind._model_mapping:
             raise ConfigError(
@@ -132,15 +132,15 @@ class HuggingFaceModel:
         if self.attn_implementation is not None:
             options["attn_implementation"] = self.attn_implementation
         if self.pretrained is None or torch.get_default_device().type == "meta":
-            model = _made(lambda: kind.from_config(config, **options), self.config)
+            model = _make_model(lambda: kind.from_config(config, **options), self.config)
         else:
-            model = self._loaded(kind, config, options)
+            model = self._load_pretrained(kind, config, options)
         if self.gradient_checkpointing:
             _checkpoint(model)
         return model
 
-    def _loaded(self, kind: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
-        model, told = _made(
+    def _load_pretrained(self, kind: Any, config: Any, options: Mapping[str, Any]) -> nn.Module:
+        model, told = _make_model(
             lambda: kind.from_pretrained(
                 self.pretrained,
                 config=config,
@@ -154,8 +154,8 @@ class HuggingFaceModel:
         mismatched = sorted(name for name, *_ in told["mismatched_keys"])
         if mismatched and not self.ignore_mismatched_sizes:
             raise ConfigError(
-                f"model.pretrained={self.pretrained}: {shown(mismatched)} has another shape than "
-                "the model",
+                f"model.pretrained={self.pretrained}: {list_first(mismatched)} has another "
+                "shape than the model",
                 fix="correct model.overrides and the classes of the data, or let it start anew "
                 "with model.ignore_mismatched_sizes=true",
             )
@@ -166,7 +166,7 @@ class HuggingFaceModel:
                 fix="check that config.json and the weights are of one model",
             )
         if new:
-            log.warning("%s: starts with random weights: %s", self.pretrained, shown(new))
+            log.warning("%s: starts with random weights: %s", self.pretrained, list_first(new))
         return model
 
 
@@ -220,7 +220,7 @@ def _offer(name: str, known: Mapping[str, Any]) -> str:
     return offer if offer.startswith("did you mean") else ""
 
 
-def _made(make: Callable[[], Any], where: str | None) -> Any:
+def _make_model(make: Callable[[], Any], where: str | None) -> Any:
     try:
         return make()
     except Exception as error:

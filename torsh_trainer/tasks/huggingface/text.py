@@ -16,11 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.lookup import shown
 from torsh_trainer.tasks.huggingface.records import columns_of
 from torsh_trainer.tasks.huggingface.tokenizer import FolderTokenizer
 from torsh_trainer.tasks.language_model import IGNORED
-from torsh_trainer.tasks.sources import LoadedOnUse, Splits, balanced, check_fractions, split
+from torsh_trainer.tasks.sources import LoadedOnUse, Splits, balance_classes, check_fractions, split
+from torsh_trainer.utils.lookup import list_first
 
 Sample = dict[str, Tensor]
 
@@ -71,7 +71,7 @@ class Rows(Dataset[Sample]):
         return max(stop - start for start, stop in pairwise(self.edges))
 
 
-def padded(samples: Sequence[Sample], fill: Mapping[str, int]) -> Sample:
+def pad_samples(samples: Sequence[Sample], fill: Mapping[str, int]) -> Sample:
     """A batch out of samples of different lengths: (batch, longest), filled on the right.
 
     ``fill`` says by what, for each part. What has no length is stacked.
@@ -219,7 +219,7 @@ class Documents(_Texts):
         if not isinstance(samples, list):
             return samples
         # A filled place is at position 0: a text of its own, which nobody looks at.
-        batch = padded(samples, {"tokens": 0, "targets": IGNORED, "position_ids": 0})
+        batch = pad_samples(samples, {"tokens": 0, "targets": IGNORED, "position_ids": 0})
         return batch if self.packing else {**batch, "attention_mask": mask_of(samples, "tokens")}
 
     def _file(self, path: str | None) -> Rows | None:
@@ -230,14 +230,14 @@ class Documents(_Texts):
         tail = [] if end is None else [end]
         if self.prompt is None:
             (texts,) = columns_of(path, [self.text])
-            return [_Document(_ended(tokens, tail)) for tokens in encode(texts)["input_ids"]]
+            return [_Document(_end_with(tokens, tail)) for tokens in encode(texts)["input_ids"]]
         prompts, texts = columns_of(path, [self.prompt, self.text])
         given = encode(prompts)["input_ids"]
         own = encode(texts, special=False)["input_ids"]
         if tail:  # some tokenizers end whatever they read
             given = [tokens[:-1] if tokens[-1:] == tail else tokens for tokens in given]
         return [
-            _Document([*before, *_ended(after, tail)], given=len(before))
+            _Document([*before, *_end_with(after, tail)], given=len(before))
             for before, after in zip(given, own, strict=True)
         ]
 
@@ -273,7 +273,7 @@ class Documents(_Texts):
         return self.packing and before + more <= (self.max_length or 0)
 
 
-def _ended(tokens: list[int], tail: list[int]) -> list[int]:
+def _end_with(tokens: list[int], tail: list[int]) -> list[int]:
     return tokens if tokens[-1:] == tail else [*tokens, *tail]
 
 
@@ -323,17 +323,17 @@ class LabelledTexts(_Texts):
         return sorted(found)
 
     def load(self) -> Splits:
-        whole = self._labelled(self.path)
+        whole = self._read_labelled(self.path)
         labels = whole.singles["labels"]
         parts = split(len(whole), fractions=self._shares, seed=self.split_seed, labels=labels)
         train, evaluation, test = (whole.take(part.tolist()) for part in parts)
         if self.eval_path is not None:
-            evaluation = self._labelled(self.eval_path)
+            evaluation = self._read_labelled(self.eval_path)
         if self.test_path is not None:
-            test = self._labelled(self.test_path)
+            test = self._read_labelled(self.test_path)
         predict = test
         if self.predict_path is not None:
-            predict = self._encoded(self.predict_path)
+            predict = self._encode_file(self.predict_path)
         return Splits(train, evaluation, test, predict)
 
     def collate(self, samples: Any) -> Any:
@@ -341,23 +341,23 @@ class LabelledTexts(_Texts):
         if not isinstance(samples, list):
             return samples
         fill = {"input_ids": self.pad_token_id, "token_type_ids": 0}
-        return {**padded(samples, fill), "attention_mask": mask_of(samples, "input_ids")}
+        return {**pad_samples(samples, fill), "attention_mask": mask_of(samples, "input_ids")}
 
     def sample_weights(self) -> Tensor | None:
         """Every class equally often."""
-        return balanced(self.train.singles["labels"])
+        return balance_classes(self.train.singles["labels"])
 
-    def _labelled(self, path: str) -> Rows:
+    def _read_labelled(self, path: str) -> Rows:
         (labels,) = columns_of(path, [self.label])
         numbers = {name: number for number, name in enumerate(self.class_names)}
         for row, label in enumerate(labels, start=1):
             if label not in numbers:
                 raise ConfigError(
                     f"{path}: row {row} has the label {label!r}, which is none of the classes "
-                    + shown(self.class_names),
+                    + list_first(self.class_names),
                     fix=f"correct it, or list all: data.classes=[{label}, ...]",
                 )
-        rows = self._encoded(path)
+        rows = self._encode_file(path)
         rows.singles["labels"] = torch.tensor([numbers[label] for label in labels])
         return rows
 
@@ -375,7 +375,7 @@ class LabelledTexts(_Texts):
                 *(path, count, len(lengths), self.max_length),
             )
 
-    def _encoded(self, path: str) -> Rows:
+    def _encode_file(self, path: str) -> Rows:
         names = [self.text] if self.text_pair is None else [self.text, self.text_pair]
         columns = columns_of(path, names)
         encoded = self._tokenizer.batch(*columns, max_length=self.max_length)

@@ -63,7 +63,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineChoice:
     """A strategy by name, its knobs, and on how many processes it trains."""
 
     strategy: str
@@ -100,7 +100,7 @@ class Combination:
     recompute: bool
     sparse: bool
     tied_head: bool
-    engines: Sequence[Engine]
+    engines: Sequence[EngineChoice]
     stops: Sequence[int]
 
     @property
@@ -184,11 +184,11 @@ def _engine(
     processes: Sequence[int],
     strategies: Sequence[str],
     pieces: Sequence[str],
-) -> Engine:
+) -> EngineChoice:
     count = dice.choice(processes)
     name = dice.choice(strategies)
     if name == "single" or (count == 1 and name == "gloo"):
-        return Engine("single", 1)
+        return EngineChoice("single", 1)
     uneven = bool({"unused", "experts"} & set(pieces))
     knobs: dict[str, Any] = {}
     if uneven and dice.random() < 0.9 and name != "deepspeed":  # which has no such knob
@@ -220,4 +220,4 @@ def _engine(
     for knob in choices.get(name, ()):
         if dice.random() < 0.2 and not (knob == "static_graph" and uneven):
             knobs[knob] = values[knob]
-    return Engine(name, count, knobs)
+    return EngineChoice(name, count, knobs)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from torsh_trainer.task import DataSource, Task
+from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.testing.fuzzing.drawing import OPTIMIZERS, Combination
 
 VOCABULARY, LENGTH, CLASSES = 7, 3, 5
@@ -32,7 +32,7 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Residual(Block):
+class ResidualBlock(Block):
     """Normalised, beside what it adds to."""
 
     def __init__(self, width: int) -> None:
@@ -326,7 +326,7 @@ class Slopes(Block):
 
 BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "linear": Block,
-    "residual": Residual,
+    "residual": ResidualBlock,
     "shared": Shared,
     "tied": Tied,
     "scalar": Scalar,
@@ -348,7 +348,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
     "hook": Hook,
     "recomputed": Recomputed,
     "prelu": PReLU,
-    "twice": Residual,
+    "twice": ResidualBlock,
     "extra_state": ExtraState,
     "clamped": Clamped,
     "watched": Watched,
@@ -356,7 +356,7 @@ BLOCKS: Mapping[str, Callable[[int], nn.Module]] = {
 }
 
 
-class Drawn(nn.Module):
+class GeneratedModel(nn.Module):
     """A stem, the blocks of a combination, and a head."""
 
     def __init__(self, drawn: Combination) -> None:
@@ -384,7 +384,7 @@ class Drawn(nn.Module):
         return outputs
 
 
-class Drawing(DataSource):
+class DrawingSource(DataSource):
     """Samples by a generator of their own."""
 
     def __init__(self, drawn: Combination) -> None:
@@ -419,12 +419,12 @@ class DrawnTask(Task):
 
     def __init__(self, drawn: Combination) -> None:
         self.drawn = drawn
-        self.data = Drawing(drawn)
+        self.data = DrawingSource(drawn)
         self.sample_weight = None if drawn.loss == "tokens" else 1.0
 
     def build_model(self) -> nn.Module:
         torch.manual_seed(self.drawn.number)
-        model = Drawn(self.drawn)
+        model = GeneratedModel(self.drawn)
         return model.double() if self.drawn.double and "complex" not in self.drawn.pieces else model
 
     def build_optimizers(

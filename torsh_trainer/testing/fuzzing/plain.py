@@ -16,7 +16,7 @@ from torsh_trainer.testing.fuzzing.models import DrawnTask
 
 
 @dataclass
-class Curve:
+class TrainingTrace:
     """What a run gave: by step, and at its end."""
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ def batches(drawn: Combination, task: DrawnTask) -> Iterator[list[int]]:
             yield order[begin : min(begin + batch, usable)]
 
 
-def train_plainly(drawn: Combination) -> Curve:
+def train_plainly(drawn: Combination) -> TrainingTrace:
     """The combination's curve."""
     task = DrawnTask(drawn)
     model = task.build_model().train()
@@ -58,7 +58,7 @@ def train_plainly(drawn: Combination) -> Curve:
     ema = None
     if drawn.ema is not None:
         ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(drawn.ema))
-    curve = Curve()
+    curve = TrainingTrace()
     for step, ids in enumerate(itertools.islice(batches(drawn, task), drawn.stops[-1]), 1):
         for optimizer in optimizers.values():
             optimizer.zero_grad()

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Record:
+class FuzzRecord:
     """All ranges of a file together; ``wrong`` tells every combination that differed or crashed."""
 
     torch: str
@@ -58,7 +58,7 @@ def write_range(
     file.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_record(file: Path) -> Record | None:
+def read_record(file: Path) -> FuzzRecord | None:
     """What a file keeps, or None where there is none."""
     if not file.is_file():
         return None
@@ -67,7 +67,7 @@ def read_record(file: Path) -> Record | None:
     for one in kept["ranges"]:
         verdicts.update(one["verdicts"])
     wrong = [line for one in kept["ranges"] for line in one["wrong"]]
-    return Record(kept["torch"], dict(verdicts.most_common()), wrong)
+    return FuzzRecord(kept["torch"], dict(verdicts.most_common()), wrong)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -17,17 +17,17 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from torsh_trainer import registry
 from torsh_trainer.callbacks.base import Callback, StepReport
 from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.data.loading import Loading
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
-from torsh_trainer.testing.fuzzing.drawing import Combination, Engine
+from torsh_trainer.testing.fuzzing.drawing import Combination, EngineChoice
 from torsh_trainer.testing.fuzzing.models import DrawnTask
-from torsh_trainer.testing.fuzzing.plain import Curve, train_plainly
+from torsh_trainer.testing.fuzzing.plain import TrainingTrace, train_plainly
 from torsh_trainer.testing.ranks import RankFailure, RankPool
-from torsh_trainer.trainer import Trainer, run_in
-from torsh_trainer.world import World
+from torsh_trainer.training.trainer import Trainer, run_in
+from torsh_trainer.utils import registry
 
 Verdict = Literal["agrees", "refused", "told", "plain fails", "DIFFERS", "CRASHES"]
 SILENT: tuple[Verdict, ...] = ("DIFFERS", "CRASHES")
@@ -35,7 +35,7 @@ SILENT: tuple[Verdict, ...] = ("DIFFERS", "CRASHES")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What a combination came to, and in words why."""
 
     verdict: Verdict
@@ -55,7 +55,7 @@ class Diary(Callback):
             self.rows.append((report.step, metrics["loss"], metrics["grad_norm"]))
 
 
-def trainer_of(drawn: Combination, engine: Engine, until: int, run_dir: Path) -> Trainer:
+def trainer_of(drawn: Combination, engine: EngineChoice, until: int, run_dir: Path) -> Trainer:
     """The run of one engine, which goes on from what lies in ``run_dir``."""
     knobs = dict(engine.knobs)
     return Trainer(
@@ -107,36 +107,36 @@ class Fuzzer:
         for pool in self._pools.values():
             pool.close()
 
-    def try_one(self, drawn: Combination, *, right: Curve | None = None) -> Outcome:
+    def try_one(self, drawn: Combination, *, right: TrainingTrace | None = None) -> TrialOutcome:
         """The verdict on a combination; ``right`` is what plain PyTorch gives unless it is said."""
         try:
             right = right or train_plainly(drawn)
         except (RuntimeError, ValueError) as error:
-            return Outcome("plain fails", _first_line(error))
+            return TrialOutcome("plain fails", _first_line(error))
         with _folder() as folder:
-            found = Curve()
+            found = TrainingTrace()
             told: list[str] = []
             for engine, until in zip(drawn.engines, drawn.stops, strict=True):
                 trainer = trainer_of(drawn, engine, until, folder)
                 try:
                     answers = self._pool(engine.processes).run(live, trainer, timeout_s=60.0)
                 except RankFailure as failure:
-                    return Outcome("CRASHES", f"{engine}: {_last_error(str(failure))}")
+                    return TrialOutcome("CRASHES", f"{engine}: {_last_error(str(failure))}")
                 refused = [answer["refused"] for answer in answers if "refused" in answer]
                 if refused:
-                    return Outcome("refused", _first_line(refused[0]))
+                    return TrialOutcome("refused", _first_line(refused[0]))
                 told += answers[0].get("changing_buffers", [])
                 for step, loss, norm in answers[0]["rows"]:
                     found.losses[step], found.norms[step] = loss, norm
                 found.metrics = answers[0]["metrics"]
-            found.parameters = saved_parameters(folder / "checkpoints", drawn.stops[-1])
+            found.parameters = read_parameters(folder / "checkpoints", drawn.stops[-1])
         worst, where = compare(found, right, divides=not drawn.optimizer.startswith("SGD"))
         bound = tolerance(drawn)
         if worst <= bound:
-            return Outcome("agrees", worst=worst)
+            return TrialOutcome("agrees", worst=worst)
         if told:
-            return Outcome("told", f"changing buffers: {', '.join(sorted(set(told)))}", worst)
-        return Outcome("DIFFERS", f"{where} by {worst:.2g}, {bound:.0e} is rounding", worst)
+            return TrialOutcome("told", f"changing buffers: {', '.join(sorted(set(told)))}", worst)
+        return TrialOutcome("DIFFERS", f"{where} by {worst:.2g}, {bound:.0e} is rounding", worst)
 
     def _pool(self, processes: int) -> RankPool:
         if processes not in self._pools:
@@ -144,7 +144,7 @@ class Fuzzer:
         return self._pools[processes]
 
 
-def saved_parameters(folder: Path, step: int) -> dict[str, Tensor]:
+def read_parameters(folder: Path, step: int) -> dict[str, Tensor]:
     """The model of a checkpoint, read by torch alone."""
     state: dict[str, Any] = {}
     _load_state_dict(
@@ -171,7 +171,9 @@ def tolerance(drawn: Combination) -> float:
     return 2e-4 if DrawnTask(drawn).dtype == torch.float32 else 1e-7
 
 
-def compare(found: Curve, right: Curve, *, divides: bool = False) -> tuple[float, str]:
+def compare(
+    found: TrainingTrace, right: TrainingTrace, *, divides: bool = False
+) -> tuple[float, str]:
     """The largest difference, relative to what is right, and where it is.
 
     ``divides``: the optimizer divides by gradients, so that elements whose gradients are rounding

@@ -12,7 +12,7 @@ from torsh_trainer.testing.guarantees.reading import (
     Matrix,
     Moves,
     Property,
-    Trial,
+    TestReference,
 )
 from torsh_trainer.testing.strategy import CAPABILITIES
 
@@ -125,7 +125,7 @@ def page_of(matrix: Matrix) -> str:
         *(_moves(moves) for moves in matrix.moves),
         MORE_RESUME,
         _table(_trial_rows(matrix.resumption)),
-        *_fuzzed(matrix),
+        *_fuzzer_section(matrix),
         *_others(matrix),
         TEETH,
         _table(_trial_rows(matrix.controls)),
@@ -137,14 +137,14 @@ def _strategy_rows(cases: Sequence[Case]) -> Iterator[list[str]]:
     yield ["strategy", "ranks", "over", *ARITHMETICS, "test"]
     for case in cases:
         bounds = [
-            "*refused*" if NEEDED.get(name) in case.refuses else _bound(case.bounds[name])
+            "*refused*" if NEEDED.get(name) in case.refuses else _format_bound(case.bounds[name])
             for name in ARITHMETICS
         ]
         ranks = ", ".join(map(str, case.ranks))
         yield [f"`{case.about}`", ranks, case.backend, *bounds, f"`{case.test}`"]
 
 
-def _bound(tolerance: Tolerance) -> str:
+def _format_bound(tolerance: Tolerance) -> str:
     values = dict.fromkeys((tolerance.relative, tolerance.parameters))
     return ", ".join(_number(value) for value in values)
 
@@ -213,7 +213,7 @@ def _moves(moves: Moves) -> str:
     return _table([["", ""], *rows])
 
 
-def _fuzzed(matrix: Matrix) -> Iterator[str]:
+def _fuzzer_section(matrix: Matrix) -> Iterator[str]:
     record = matrix.fuzzed
     if record is None:
         return
@@ -243,7 +243,7 @@ def _others(matrix: Matrix) -> Iterator[str]:
         yield f"`{contract}` holds each of them to: {rules}.\n"
 
 
-def _trial_rows(trials: Iterable[Trial]) -> Iterator[list[str]]:
+def _trial_rows(trials: Iterable[TestReference]) -> Iterator[list[str]]:
     yield ["what is tried", "cases", "test"]
     for trial in trials:
         yield [trial.sentence, str(trial.cases), f"`{trial.file}::{trial.name}`"]

@@ -18,14 +18,14 @@ from types import ModuleType
 from typing import Any
 
 from torsh_trainer.errors import ResourceError
-from torsh_trainer.resume import strategy_facts
 from torsh_trainer.testing import reference, strategy
 from torsh_trainer.testing.communicator import CommunicatorContract
 from torsh_trainer.testing.compare import Tolerance
 from torsh_trainer.testing.environment import EnvironmentContract
-from torsh_trainer.testing.fuzzing.record import Record, read_record
+from torsh_trainer.testing.fuzzing.record import FuzzRecord, read_record
 from torsh_trainer.testing.launcher import LauncherContract
 from torsh_trainer.testing.strategy import StrategyContract
+from torsh_trainer.training.resume import strategy_facts
 
 FOLDERS = ("tests", "plugins/*/tests")
 RANKS = ("distributed", "tests")
@@ -90,7 +90,7 @@ class Property:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TestReference:
     """Another test: its file and name, and in how many cases it runs."""
 
     file: str
@@ -125,9 +125,9 @@ class Matrix:
     cases: Mapping[str, tuple[Case, ...]]
     properties: Mapping[str, tuple[Property, ...]]
     moves: tuple[Moves, ...]
-    resumption: tuple[Trial, ...]
-    controls: tuple[Trial, ...]
-    fuzzed: Record | None
+    resumption: tuple[TestReference, ...]
+    controls: tuple[TestReference, ...]
+    fuzzed: FuzzRecord | None
 
 
 def sentence_of(name: str) -> str:
@@ -144,15 +144,15 @@ def read(root: Path) -> Matrix:
     files = [file for pattern in FOLDERS for file in sorted(root.glob(f"{pattern}/**/test_*.py"))]
     cases: dict[str, list[Case]] = {contract.__name__: [] for contract in CONTRACTS}
     moves: list[Moves] = []
-    resumption: list[Trial] = []
-    controls: list[Trial] = []
+    resumption: list[TestReference] = []
+    controls: list[TestReference] = []
     for file in files:
         place = file.relative_to(root).as_posix()
         resumes = file.name.startswith("test_resume") and file.parent.name in RANKS
         has_teeth = file.name.endswith("_has_teeth.py")
         if not (resumes or has_teeth or _holds_a_contract(file)):
             continue
-        module = imported(file, place)
+        module = import_test(file, place)
         for contract, case in _cases(module, place):
             cases[contract].append(case)
         if resumes:
@@ -180,7 +180,7 @@ def _holds_a_contract(file: Path) -> bool:
     )
 
 
-def imported(file: Path, place: str) -> ModuleType:
+def import_test(file: Path, place: str) -> ModuleType:
     """The module of a test, which stands at ``place`` in the repository.
 
     Raises:
@@ -206,7 +206,8 @@ def _cases(module: ModuleType, place: str) -> Iterator[tuple[str, Case]]:
         if not (isinstance(value, type) and name.startswith("Test")):
             continue
         for contract in CONTRACTS:
-            if issubclass(value, contract) and value is not contract:
+            tried = getattr(value, "device", "cpu") == "cpu"  # nobody has run them on a GPU
+            if issubclass(value, contract) and value is not contract and tried:
                 yield contract.__name__, _case(value, place, name)
 
 
@@ -220,6 +221,9 @@ def _case(cls: Any, place: str, name: str) -> Case:
         judge = cls()
         bounds = {name: judge._tolerance(scenario) for name, scenario in ARITHMETICS.items()}
         words = strategy_facts(cls.strategy)["strategy"]
+        if cls.model_replicate > 1:
+            words += f" on mesh(model_replicate={cls.model_replicate})"
+            sizes = [size * cls.model_replicate for size in sizes]
     else:
         words = getattr(about, "name", "") or name.removeprefix("Test").lower()
     refuses = dict(getattr(cls, "refuses", {}))
@@ -243,12 +247,12 @@ def _properties(contract: type) -> Iterator[Property]:
             yield Property(name, found or "", arithmetic if _COMPARES.search(source) else "")
 
 
-def _trials(module: ModuleType, place: str) -> Iterator[Trial]:
+def _trials(module: ModuleType, place: str) -> Iterator[TestReference]:
     for name, function in vars(module).items():
         if name.startswith("test_") and callable(function):
             marks = getattr(function, "pytestmark", [])
             counts = [len(list(m.args[1])) for m in marks if m.name == "parametrize"]
-            yield Trial(place, name, math.prod(counts))
+            yield TestReference(place, name, math.prod(counts))
 
 
 def _moves(module: ModuleType, place: str) -> Iterator[Moves]:

@@ -6,10 +6,10 @@ Source: ``DeepSpeedConfig._do_error_check`` and the validators of its models, 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # a source is checked while it is made
-    from torsh_trainer.translate.deepspeed.source import Source
+from torsh_trainer.translate.deepspeed import job
+from torsh_trainer.translate.deepspeed.source import Source
 
 Contradiction = tuple[str, str, str]
 """(dotted key that the message points at, what is wrong, what to do)."""
@@ -20,8 +20,6 @@ SCALE_SINCE = (0, 19, 6)
 
 def contradictions(source: Source) -> Iterator[Contradiction]:
     """All of them."""
-    from torsh_trainer.translate.deepspeed import job  # job knows Source, which asks for this
-
     stage = job.stage(source)
     for check in (_modes, _scale, _masters):
         yield from check(source.get, source, stage)
@@ -36,7 +34,7 @@ def _modes(get: Get, source: Source, stage: int) -> Iterator[Contradiction]:
     if get("fp16.enabled") is True and get("bf16.enabled") is True:
         yield "fp16.enabled", "fp16 and bf16 are both on", "switch one of them off"
     for name in ("results_dir", "exps_dir"):
-        if source.given_or_auto(f"autotuning.{name}") and not get(f"autotuning.{name}"):
+        if source.is_given_or_auto(f"autotuning.{name}") and not get(f"autotuning.{name}"):
             yield f"autotuning.{name}", f"autotuning.{name} is empty", "name a folder, or remove it"
 
 
@@ -78,7 +76,7 @@ def _zero(get: Get, source: Source, stage: int) -> Iterator[Contradiction]:
         yield ratio, f"{ratio} below 1 is for stage 3 alone", "remove it"
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         given = any(path[:2] == ("zero_optimization", new) for path in source.found)
-        if given and source.given_or_auto(f"zero_optimization.{old}"):
+        if given and source.is_given_or_auto(f"zero_optimization.{old}"):
             key = f"zero_optimization.{old}"
             yield key, f"{key} is the older name of {new}, which is given too", "remove it"
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from torsh_trainer.translate.deepspeed.kinds import Kind, kind
+from torsh_trainer.translate.rule_plugins import collect_additions
 
 Path = tuple[str, ...]
 
@@ -41,7 +42,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Block:
+class KeyBlock:
     """Keys below one prefix, as lines of text."""
 
     prefix: str
@@ -51,7 +52,7 @@ class Block:
     removed: bool = False
 
 
-TOP = Block(
+TOP = KeyBlock(
     "",
     """
     train_batch_size!                  int>0     -       batch.global
@@ -83,7 +84,7 @@ TOP = Block(
     """,
 )
 
-REMOVED = Block(
+REMOVED = KeyBlock(
     "",
     """
     sparse_gradients                   bool      false   gradients.sparse
@@ -92,7 +93,7 @@ REMOVED = Block(
     removed=True,
 )
 
-ZERO = Block(
+ZERO = KeyBlock(
     "zero_optimization",
     """
     stage                              int0..3   0       zero.stage
@@ -171,7 +172,7 @@ ZERO = Block(
     strict=True,
 )
 
-ZERO_REMOVED = Block(
+ZERO_REMOVED = KeyBlock(
     "zero_optimization",
     """
     mics_shard_size                    int       -1      zero.mics
@@ -183,7 +184,7 @@ ZERO_REMOVED = Block(
     removed=True,
 )
 
-BF16 = Block(
+BF16 = KeyBlock(
     "bf16",
     """
     enabled                            bool      false   precision.bf16
@@ -196,7 +197,7 @@ BF16 = Block(
     switch="enabled",
 )
 
-FP16 = Block(
+FP16 = KeyBlock(
     "fp16",
     """
     enabled                            bool      false   precision.fp16
@@ -213,7 +214,7 @@ FP16 = Block(
     switch="enabled",
 )
 
-PRECISION = Block(
+PRECISION = KeyBlock(
     "",
     """
     torch_autocast.enabled             bool      false   precision.autocast
@@ -226,7 +227,7 @@ PRECISION = Block(
     """,
 )
 
-OPTIMIZER = Block(
+OPTIMIZER = KeyBlock(
     "optimizer",
     """
     type!                              str       -       optimizer.type
@@ -247,7 +248,7 @@ OPTIMIZER = Block(
     """,
 )
 
-SCHEDULER = Block(
+SCHEDULER = KeyBlock(
     "scheduler",
     """
     type!                              str       -       schedule.type
@@ -261,7 +262,7 @@ SCHEDULER = Block(
     """,
 )
 
-CHECKPOINTING = Block(
+CHECKPOINTING = KeyBlock(
     "activation_checkpointing",
     """
     partition_activations              bool      false   activations.partition
@@ -273,7 +274,7 @@ CHECKPOINTING = Block(
     """,
 )
 
-PARALLEL = Block(
+PARALLEL = KeyBlock(
     "",
     """
     pipeline.stages                    any       "auto"  parallel.pipeline-unread
@@ -286,7 +287,7 @@ PARALLEL = Block(
     """,
 )
 
-TENSOR = Block(
+TENSOR = KeyBlock(
     "tensor_parallel",
     """
     autotp_size                        int>=0    0       parallel.tensor
@@ -337,7 +338,7 @@ _EXPERT = (
     "shared_experts_gate_pattern",
 )
 
-EXPERT = Block(
+EXPERT = KeyBlock(
     "expert_parallel",
     "\n".join(
         ["enabled bool false parallel.expert"]
@@ -346,7 +347,7 @@ EXPERT = Block(
     switch="enabled",
 )
 
-COMPILE = Block(
+COMPILE = KeyBlock(
     "compile",
     """
     deepcompile                        bool      false   compile.deepcompile
@@ -373,7 +374,7 @@ COMPILE = Block(
 )
 
 MONITORS = (
-    Block(
+    KeyBlock(
         "tensorboard",
         """
         enabled                        bool      false   monitor.tensorboard
@@ -383,7 +384,7 @@ MONITORS = (
         strict=True,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "csv_monitor",
         """
         enabled                        bool      false   monitor.csv
@@ -393,7 +394,7 @@ MONITORS = (
         strict=True,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "wandb",
         """
         enabled                        bool      false   monitor.wandb
@@ -404,7 +405,7 @@ MONITORS = (
         strict=True,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "comet",
         """
         enabled                        bool      false   monitor.comet
@@ -420,7 +421,7 @@ MONITORS = (
         strict=True,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "comms_logger",
         """
         enabled                        bool      false   log.communication
@@ -432,7 +433,7 @@ MONITORS = (
         strict=True,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "flops_profiler",
         """
         enabled                        bool      false   log.flops
@@ -445,7 +446,7 @@ MONITORS = (
         """,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "timers.throughput",
         """
         enabled                        bool      true    log.throughput
@@ -457,7 +458,7 @@ MONITORS = (
 )
 
 STORAGE = (
-    Block(
+    KeyBlock(
         "checkpoint",
         """
         tag_validation!                WARN|IGNORE|FAIL "WARN" checkpoint.tags
@@ -475,7 +476,7 @@ STORAGE = (
         writer.io_multiplier           number    1       checkpoint.layout
         """,
     ),
-    Block(
+    KeyBlock(
         "aio",
         """
         block_size                     int       1048576 offload.aio
@@ -486,7 +487,7 @@ STORAGE = (
         use_gds                        bool      false   offload.aio
         """,
     ),
-    Block(
+    KeyBlock(
         "nebula",
         """
         enabled                        bool      false   checkpoint.asynchronous
@@ -502,7 +503,7 @@ STORAGE = (
 )
 
 DATA = (
-    Block(
+    KeyBlock(
         "data_efficiency",
         """
         enabled                        bool      false   curriculum.block
@@ -522,7 +523,7 @@ DATA = (
         """,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "curriculum_learning",
         """
         enabled                        bool      false   curriculum.legacy
@@ -535,7 +536,7 @@ DATA = (
         switch="enabled",
         removed=True,
     ),
-    Block(
+    KeyBlock(
         "progressive_layer_drop",
         """
         enabled                        bool      false   model.layer-drop
@@ -547,7 +548,7 @@ DATA = (
     ),
 )
 
-ELASTIC = Block(
+ELASTIC = KeyBlock(
     "elasticity",
     """
     enabled                            bool      false   batch.elastic
@@ -591,7 +592,7 @@ _TUNING = (
     "model_info_path",
 )
 
-TUNING = Block(
+TUNING = KeyBlock(
     "autotuning",
     "\n".join(
         ["enabled bool false tuning.block", "model_info.* any - tuning.knob"]
@@ -601,7 +602,7 @@ TUNING = Block(
 )
 
 MODEL = (
-    Block(
+    KeyBlock(
         "hybrid_engine",
         """
         enabled                        bool      false   model.hybrid
@@ -615,7 +616,7 @@ MODEL = (
         strict=True,
         switch="enabled",
     ),
-    Block(
+    KeyBlock(
         "weight_quantization",
         """
         enabled                        bool      true    model.quantized
@@ -627,7 +628,7 @@ MODEL = (
         """,
         strict=True,
     ),
-    Block(
+    KeyBlock(
         "",
         """
         amp.enabled                    bool      false   precision.apex
@@ -691,8 +692,16 @@ OPTIONAL_BLOCKS = {("aio",)}
 
 @cache
 def schema() -> Mapping[Path, Key]:
-    """Path -> key, for every key and every ``*``."""
-    return {key.path: key for block in BLOCKS for key in _keys_of(block)}
+    """Path -> key, for every key and every ``*``; a plugin's line takes the place of ours.
+
+    Raises:
+        ConfigError: two plugins add the same key.
+    """
+    own = {key.path: key for block in BLOCKS for key in _keys_of(block)}
+    added = collect_additions(
+        "BLOCKS", lambda blocks: ((key.dotted, key) for block in blocks for key in _keys_of(block))
+    )
+    return {**own, **{key.path: key for key in added.values()}}
 
 
 @cache
@@ -713,7 +722,7 @@ def find(path: Path) -> Key | None:
     return None
 
 
-def _keys_of(block: Block) -> Iterator[Key]:
+def _keys_of(block: KeyBlock) -> Iterator[Key]:
     prefix = tuple(block.prefix.split(".")) if block.prefix else ()
     for line in block.lines.strip().splitlines():
         name, kind_name, default, rule = line.split()

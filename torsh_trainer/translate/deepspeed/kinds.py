@@ -30,17 +30,17 @@ def kind(name: str) -> Kind:
     A question mark allows null.
     """
     base = name.removesuffix("?")
-    check = _made(base)
+    check = _make_kind(base)
     if base == name:
         return check
     return lambda value, strict: None if value is None else check(value, strict)
 
 
-def _made(name: str) -> Kind:
+def _make_kind(name: str) -> Kind:
     if name in _PLAIN:
         return _PLAIN[name]
     if match := re.fullmatch(r"(int|float)(>=?)(-?\d+)", name):
-        return _bounded(match.group(1), match.group(2), float(match.group(3)))
+        return _at_least(match.group(1), match.group(2), float(match.group(3)))
     if match := re.fullmatch(r"(int|float)(\d+)\.\.(\d+)", name):
         return _between(match.group(1), float(match.group(2)), float(match.group(3)))
     if "|" in name:
@@ -137,7 +137,7 @@ def _any(value: Any, strict: bool) -> Any:
     return value
 
 
-def _bounded(base: str, sign: str, bound: float) -> Kind:
+def _at_least(base: str, sign: str, bound: float) -> Kind:
     plain = _PLAIN[base]
 
     def check(value: Any, strict: bool) -> Any:

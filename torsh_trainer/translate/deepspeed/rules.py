@@ -13,7 +13,7 @@ from torsh_trainer.translate.outcomes import approximate as approximate
 from torsh_trainer.translate.outcomes import dead as dead
 from torsh_trainer.translate.outcomes import exact as exact
 from torsh_trainer.translate.outcomes import faster as faster
-from torsh_trainer.translate.outcomes import refused as refused
+from torsh_trainer.translate.outcomes import refuse as refuse
 from torsh_trainer.translate.plan import Verdict
 
 Apply = Callable[[Source, Leaf], Outcome]
@@ -51,7 +51,7 @@ def rule(
     return enter
 
 
-def fixed(name: str, verdict: Verdict, why: str) -> None:
+def fixed_rule(name: str, verdict: Verdict, why: str) -> None:
     """A rule whose verdict hangs on nothing; its reason is its line."""
 
     def apply(source: Source, leaf: Leaf) -> Outcome:
@@ -60,7 +60,7 @@ def fixed(name: str, verdict: Verdict, why: str) -> None:
     rule(name, why)(apply)
 
 
-def refused_unless(name: str, neutral: tuple[Any, ...], why: str, *, off: str) -> None:
+def refuse_unless(name: str, neutral: tuple[Any, ...], why: str, *, off: str) -> None:
     """A rule for a feature that this release does not have: only its neutral values pass."""
 
     def apply(source: Source, leaf: Leaf) -> Outcome:

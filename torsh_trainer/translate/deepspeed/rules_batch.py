@@ -10,7 +10,7 @@ from torsh_trainer.translate.deepspeed.rules import (
     approximate,
     dead,
     exact,
-    refused,
+    refuse,
     rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -37,7 +37,11 @@ def solve(source: Source) -> Batch:
     """
     total, micro, steps = source.get(TOTAL), source.get(MICRO), source.get(STEPS)
     if total is None and micro is None:
-        if source.given_or_auto(MICRO) or source.given_or_auto(TOTAL) or _from_outside(source):
+        if (
+            source.is_given_or_auto(MICRO)
+            or source.is_given_or_auto(TOTAL)
+            or _from_outside(source)
+        ):
             return Batch(None, None, steps)
         raise ConfigError(
             f"{source.document.name}: neither {TOTAL} nor {MICRO} is given",
@@ -127,22 +131,22 @@ def _steps(source: Source, leaf: Leaf) -> Outcome:
 
 
 @rule("batch.managed", "The loop always ends an accumulation by itself.")
-def _managed(source: Source, leaf: Leaf) -> Outcome:
+def _judge_managed(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value:
         return exact("the loop counts micro-batches itself")
-    return refused("the script itself ends each accumulation: such a loop has no translation")
+    return refuse("the script itself ends each accumulation: such a loop has no translation")
 
 
 @rule("batch.elastic", "Elastic batch sizes are not searched for: state the one that they give.")
 def _elastic(source: Source, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return dead("switched off")
-    return refused("not in this release: state the batch sizes that DeepSpeed chose for its world")
+    return refuse("not in this release: state the batch sizes that DeepSpeed chose for its world")
 
 
 @rule("batch.elastic-tuning", "Limits of the search for an elastic batch size.")
 def _elastic_tuning(source: Source, leaf: Leaf) -> Outcome:
-    return refused("not in this release: part of the search for an elastic batch size")
+    return refuse("not in this release: part of the search for an elastic batch size")
 
 
 @rule("data.drop-last", "The ragged tail of an epoch is left out.")

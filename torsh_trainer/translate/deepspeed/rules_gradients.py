@@ -10,7 +10,7 @@ from torsh_trainer.translate.deepspeed.rules import (
     approximate,
     dead,
     exact,
-    refused,
+    refuse,
     rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -25,7 +25,7 @@ _HALF = {"bf16": "bf16", "fp16": "fp16"}
     since=CLIPS_BY_DEFAULT,
 )
 def _clipping(source: Source, leaf: Leaf) -> Outcome:
-    return _clipped(source, leaf, default=1.0)
+    return _judge_clip(source, leaf, default=1.0)
 
 
 @rule(
@@ -34,10 +34,10 @@ def _clipping(source: Source, leaf: Leaf) -> Outcome:
     until=(0, 19, 2),
 )
 def _clipping_before(source: Source, leaf: Leaf) -> Outcome:
-    return _clipped(source, leaf, default=0.0)
+    return _judge_clip(source, leaf, default=0.0)
 
 
-def _clipped(source: Source, leaf: Leaf, *, default: float) -> Outcome:
+def _judge_clip(source: Source, leaf: Leaf, *, default: float) -> Outcome:
     if leaf.value is not None:
         return _norm(leaf.value, "the same formula: min(1, clip / (norm + 1e-6))")
     if "optimizer.params.max_grad_norm" in {".".join(path) for path in source.found}:
@@ -124,7 +124,7 @@ def _predivide(source: Source, leaf: Leaf) -> Outcome:
     if stage == 1 and scatters:
         return dead("has no effect in stage 1 with reduce_scatter")
     if stage == 3:
-        return refused(
+        return refuse(
             "without reduce_scatter, stage 3 leaves gradients divided too often where the factor "
             "is the number of processes: remove the key to get the mean"
         )
@@ -135,7 +135,7 @@ def _predivide(source: Source, leaf: Leaf) -> Outcome:
 def _op(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value == "MEAN":
         return exact("gradients are averaged")
-    return refused(
+    return refuse(
         "not in this release: a sum over processes; multiply optimizer.lr where it is SGD"
     )
 

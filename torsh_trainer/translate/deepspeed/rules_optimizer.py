@@ -12,7 +12,7 @@ from torsh_trainer.translate.deepspeed.rules import (
     approximate,
     dead,
     exact,
-    refused,
+    refuse,
     rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -75,16 +75,16 @@ def _type(source: Source, leaf: Leaf) -> Outcome:
     if name == ONE_BIT:
         return _one_bit(source)
     if name in _WANTING:
-        return refused(f"not in this release: {_WANTING[name]}")
-    return refused(f"torch.optim.{leaf.value}: not in this release, or no optimizer of torch")
+        return refuse(f"not in this release: {_WANTING[name]}")
+    return refuse(f"torch.optim.{leaf.value}: not in this release, or no optimizer of torch")
 
 
 def _unfit(source: Source, name: str) -> Outcome | None:
     """Optimizers of torch that are something else over cut or flattened parameters."""
     if name == "SparseAdam":
-        return refused("takes sparse gradients alone, which DeepSpeed 0.19.8 has no more")
+        return refuse("takes sparse gradients alone, which DeepSpeed 0.19.8 has no more")
     if name in ("Adafactor", "Rprop") and job.strategy(source) == "fsdp":
-        return refused(f"not in this release: {name} over sharded parameters")
+        return refuse(f"not in this release: {name} over sharded parameters")
     if name == "Adafactor" and job.stage(source) == 1:
         return Outcome(
             "approximate",
@@ -111,7 +111,7 @@ def _one_bit(source: Source) -> Outcome:
 
 @rule("optimizer.lr", "The learning rate, unless a scheduler overwrites it.")
 def _lr(source: Source, leaf: Leaf) -> Outcome:
-    if _overwritten(source):
+    if _is_overwritten(source):
         return dead("the scheduler overwrites it")
     name = job.optimizer_name(source)
     value = leaf.value if leaf.value is not None else _DEFAULT_LR.get(name)
@@ -142,17 +142,17 @@ def _weight_decay(source: Source, leaf: Leaf) -> Outcome:
             "over all parameters, norms and biases too", optimizer__weight_decay=leaf.value
         )
     if source.get("optimizer.params.torch_adam") and job.optimizer_name(source) in ADAM:
-        value = 0.01 if _decoupled(source) else 0.0
+        value = 0.01 if _is_decoupled(source) else 0.0
         return exact("missing: torch's own default", optimizer__weight_decay=value)
     return exact("missing: DeepSpeed's default is 0", optimizer__weight_decay=0.0)
 
 
-def _decoupled(source: Source) -> bool:
+def _is_decoupled(source: Source) -> bool:
     return job.optimizer_name(source) == "adamw" or bool(source.get("optimizer.params.adam_w_mode"))
 
 
 @rule("optimizer.decoupled", "AdamW or Adam with an L2 penalty.")
-def _decoupled_rule(source: Source, leaf: Leaf) -> Outcome:
+def _judge_decoupled(source: Source, leaf: Leaf) -> Outcome:
     name = job.optimizer_name(source)
     if name not in ADAM:
         return dead(f"is read for Adam alone, not for {source.get('optimizer.type')}")
@@ -179,7 +179,7 @@ def _bias_correction(source: Source, leaf: Leaf) -> Outcome:
         return dead(why, engine_takes=False)
     if leaf.value:
         return exact("torch always corrects")
-    return refused("not in this release: Adam without bias correction")
+    return refuse("not in this release: Adam without bias correction")
 
 
 @rule("optimizer.amsgrad", "AMSGrad.")
@@ -190,12 +190,12 @@ def _amsgrad(source: Source, leaf: Leaf) -> Outcome:
         return exact("torch's own", optimizer__amsgrad=True)
     if job.offloads_optimizer(source):
         return dead("DeepSpeed's CPUAdam takes it and does not do it")
-    return refused("DeepSpeed's FusedAdam raises on it; torch_adam: true does it")
+    return refuse("DeepSpeed's FusedAdam raises on it; torch_adam: true does it")
 
 
 @rule("optimizer.max-grad-norm", "The older place of gradient_clipping.")
 def _max_grad_norm(source: Source, leaf: Leaf) -> Outcome:
-    if source.given("gradient_clipping"):
+    if source.is_given("gradient_clipping"):
         return dead("gradient_clipping says it; DeepSpeed refuses this key", engine_takes=False)
     return approximate(
         "taken for gradient_clipping, which it once was with fp16; DeepSpeed refuses this key "
@@ -213,7 +213,7 @@ def _freeze(source: Source, leaf: Leaf) -> Outcome:
         return approximate(
             "gradients travel whole until then", compression__warmup_steps=leaf.value
         )
-    return refused("1-bit compression is not in this release beside a sharded optimizer")
+    return refuse("1-bit compression is not in this release beside a sharded optimizer")
 
 
 @rule("optimizer.transport", "How 1-bit optimizers communicate.")
@@ -230,14 +230,14 @@ def _other(source: Source, leaf: Leaf) -> Outcome:
     if name in ADAM and option == "fp32_optimizer_states":
         if leaf.value or not job.own_kernel(source):
             return dead("moments are fp32")
-        return refused("not in this release: moments in a lower dtype")
+        return refuse("not in this release: moments in a lower dtype")
     if name in ADAM and option in _ANY and not source.get("optimizer.params.torch_adam"):
         return dead(f"DeepSpeed's own Adam takes no {option}: it stops", engine_takes=False)
     if name in job.TORCH_OPTIMIZERS and option in _OPTIONS.get(name, set()) | _ANY:
         return exact("the same option", **{f"optimizer__{option}": leaf.value})
     if name in _WANTING:
-        return refused(f"not in this release: {_WANTING[name]}")
-    return refused(f"{source.get('optimizer.type')} takes no {option}: remove it")
+        return refuse(f"not in this release: {_WANTING[name]}")
+    return refuse(f"{source.get('optimizer.type')} takes no {option}: remove it")
 
 
 CYCLE, RANGE = "OneCycle", "LRRangeTest"
@@ -277,7 +277,7 @@ def maximum(source: Source) -> Any:
     return value
 
 
-def _overwritten(source: Source) -> bool:
+def _is_overwritten(source: Source) -> bool:
     return maximum(source) is not None
 
 
@@ -319,7 +319,7 @@ def _schedule(source: Source, leaf: Leaf) -> Outcome:
             choices={"schedule": "torch"},
             values={"schedule.scheduler": name},
         )
-    return refused(f"not in this release: the scheduler {leaf.value}")
+    return refuse(f"not in this release: the scheduler {leaf.value}")
 
 
 def _option(source: Source, name: str) -> Any:
@@ -346,12 +346,12 @@ def _with_own_rate(source: Source, name: str) -> Outcome:
     for rate in rates:
         value = _option(source, rate)
         if value is None and name == CYCLE:
-            return refused(f"OneCycle wants {rate}: DeepSpeed stops without it")
+            return refuse(f"OneCycle wants {rate}: DeepSpeed stops without it")
         if value is not None and not _is_number(value):
-            return refused(f"{rate} is {value!r}, not a number")
+            return refuse(f"{rate} is {value!r}, not a number")
     base = _base_rate(source)
     if not base:
-        return refused("its base rate is 0: every rate is")
+        return refuse("its base rate is 0: every rate is")
     values = {"optimizer.lr": base}
     if name == CYCLE:
         values["schedule.low"] = _option(source, "cycle_min_lr") / base
@@ -395,14 +395,14 @@ def _own_option(source: Source, name: str, option: str) -> Outcome:
     if option in _RATES and (option.startswith("cycle")) == (name == CYCLE):
         return Outcome("emulated", "said by schedule.type: the base rate, and a share of it")
     if option not in _KNOBS[name]:
-        return refused(f"{name} takes no {option}: remove it")
+        return refuse(f"{name} takes no {option}: remove it")
     knob, kind, least = _KNOBS[name][option]
     value = _option(source, option)
     if value is None and option.startswith("cycle_second"):
         return Outcome("emulated", "as the first half", values={f"schedule.{knob}": None})
     fits = isinstance(value, bool) if kind is bool else _is_number(value) and value >= least
     if not fits or (kind is int and value != int(value)):
-        return refused(f"{option} is {value!r}, which DeepSpeed does not take or stumbles over")
+        return refuse(f"{option} is {value!r}, which DeepSpeed does not take or stumbles over")
     return Outcome("emulated", "the same", values={f"schedule.{knob}": value})
 
 
@@ -418,7 +418,7 @@ def _range(source: Source, leaf: Leaf) -> Outcome:
         return Outcome("emulated", "the base rate of the schedule", values={"optimizer.lr": value})
     low, base = leaf.value or 0.0, _base(source)
     if low and not base:
-        return refused("its share of the base rate cannot be said: give optimizer.params.lr")
+        return refuse("its share of the base rate cannot be said: give optimizer.params.lr")
     start = low / base if base else 0.0
     return Outcome("emulated", "as a share of the base rate", values={"schedule.start": start})
 
@@ -457,7 +457,7 @@ def _total(source: Source, leaf: Leaf) -> Outcome:
             "emulated", "follows the length of the run", values={"schedule.total_steps": None}
         )
     if leaf.value < 1:
-        return refused(f"a schedule of {leaf.value} updates")
+        return refuse(f"a schedule of {leaf.value} updates")
     return Outcome("emulated", "the same", values={"schedule.total_steps": leaf.value})
 
 
@@ -465,7 +465,7 @@ def _total(source: Source, leaf: Leaf) -> Outcome:
 def _position(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value == -1:
         return dead("begins at the first update")
-    return refused("not in this release: a schedule that begins elsewhere; a checkpoint resumes it")
+    return refuse("not in this release: a schedule that begins elsewhere; a checkpoint resumes it")
 
 
 @rule("schedule.other", "Options of torch's schedulers, and of the cosine.")
@@ -475,11 +475,11 @@ def _schedule_option(source: Source, leaf: Leaf) -> Outcome:
         knob = "start" if option == "warmup_min_ratio" else "final"
         if isinstance(leaf.value, int | float) and 0 <= leaf.value <= 1:
             return Outcome("emulated", "the same", values={f"schedule.{knob}": leaf.value})
-        return refused(f"{option} should lie between 0 and 1")
+        return refuse(f"{option} should lie between 0 and 1")
     if name in (CYCLE, RANGE):
         return _own_option(source, name, option)
     if name in TORCH:
         return exact("the same option", **{f"schedule__options__{option}": leaf.value})
     if name in WARMUP:
-        return refused(f"{name} takes no {option}: remove it")
-    return refused(f"not in this release: the scheduler {name or 'without a type'}")
+        return refuse(f"{name} takes no {option}: remove it")
+    return refuse(f"not in this release: the scheduler {name or 'without a type'}")

@@ -8,28 +8,28 @@ from torsh_trainer.translate.deepspeed.rules import (
     dead,
     exact,
     faster,
-    fixed,
-    refused,
-    refused_unless,
+    fixed_rule,
+    refuse,
+    refuse_unless,
     rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
-fixed("dead.unused", "dead", "DeepSpeed stores it and does nothing with it")
-fixed("dead.permission", "dead", "a permission that the native optimizers do not need")
-fixed("unknown", "dead", "no key of DeepSpeed, which passes over it in silence")
-fixed("elsewhere", "dead", "no key of DeepSpeed: a tool around it reads it")
-fixed("remark", "dead", "a remark")
-fixed("block.empty", "exact", "an empty block: every default")
-fixed("block.off", "dead", "its block is switched off")
-fixed("mismatch", "refused", "a value of a type that DeepSpeed takes and stumbles over")
+fixed_rule("dead.unused", "dead", "DeepSpeed stores it and does nothing with it")
+fixed_rule("dead.permission", "dead", "a permission that the native optimizers do not need")
+fixed_rule("unknown", "dead", "no key of DeepSpeed, which passes over it in silence")
+fixed_rule("elsewhere", "dead", "no key of DeepSpeed: a tool around it reads it")
+fixed_rule("remark", "dead", "a remark")
+fixed_rule("block.empty", "exact", "an empty block: every default")
+fixed_rule("block.off", "dead", "its block is switched off")
+fixed_rule("mismatch", "refused", "a value of a type that DeepSpeed takes and stumbles over")
 
 
 @rule("neox.argument", "Arguments of GPT-NeoX beside DeepSpeed's keys.")
 def _neox(source: Source, leaf: Leaf) -> Outcome:
     name = leaf.path[0].replace("_", "-")
     if name in ("pipe-parallel-size", "model-parallel-size") and leaf.value not in (0, 1):
-        return refused(f"not in this release: {name}")
+        return refuse(f"not in this release: {name}")
     return dead("GPT-NeoX reads it, not DeepSpeed: it is outside this translation")
 
 
@@ -51,23 +51,27 @@ def _level(source: Source, leaf: Leaf) -> Outcome:
     return faster("the same level", log_level=level) if level else faster("left at info")
 
 
-fixed("log.state", "performance-only", "config.yaml of the run directory holds it")
-fixed("log.phases", "performance-only", "timers; callbacks.profiler shows where time goes")
-fixed("log.communication", "performance-only", "a log that stops at every operation: left out")
-fixed("log.throughput", "performance-only", "throughput is always reported")
-fixed("log.flops", "performance-only", "a count of one step: left out")
-fixed("speed.gc", "performance-only", "Python's garbage collector stays as it is")
-fixed("speed.graphs", "performance-only", "trainer.compile=true is the nearest")
+fixed_rule("log.state", "performance-only", "config.yaml of the run directory holds it")
+fixed_rule("log.phases", "performance-only", "timers; callbacks.profiler shows where time goes")
+fixed_rule("log.communication", "performance-only", "a log that stops at every operation: left out")
+fixed_rule("log.throughput", "performance-only", "throughput is always reported")
+fixed_rule("log.flops", "performance-only", "a count of one step: left out")
+fixed_rule("speed.gc", "performance-only", "Python's garbage collector stays as it is")
+fixed_rule("speed.graphs", "performance-only", "trainer.compile=true is the nearest")
 
-fixed("checkpoint.asynchronous", "performance-only", "checkpoint.mode=async writes beside training")
-fixed("checkpoint.layout", "performance-only", "the layout of files; ours load at any world size")
-fixed("checkpoint.tags", "performance-only", "ranks always agree on a checkpoint")
-fixed(
+fixed_rule(
+    "checkpoint.asynchronous", "performance-only", "checkpoint.mode=async writes beside training"
+)
+fixed_rule(
+    "checkpoint.layout", "performance-only", "the layout of files; ours load at any world size"
+)
+fixed_rule("checkpoint.tags", "performance-only", "ranks always agree on a checkpoint")
+fixed_rule(
     "checkpoint.gathered",
     "performance-only",
     "`checkpoint export` writes whole weights",
 )
-refused_unless(
+refuse_unless(
     "checkpoint.universal",
     (False,),
     "loading a universal checkpoint of DeepSpeed",
@@ -82,7 +86,9 @@ def _masters(source: Source, leaf: Leaf) -> Outcome:
     return approximate("a run goes on from fp32 masters, DeepSpeed from the rounded weights")
 
 
-fixed("activations.tuning", "dead", "configures deepspeed.checkpointing, and switches nothing on")
+fixed_rule(
+    "activations.tuning", "dead", "configures deepspeed.checkpointing, and switches nothing on"
+)
 
 
 @rule("activations.partition", "Saved activations cut over tensor-parallel ranks.")
@@ -99,23 +105,25 @@ def _activations_offload(source: Source, leaf: Leaf) -> Outcome:
     )
 
 
-fixed(
+fixed_rule(
     "parallel.pipeline-unread", "dead", "the script's PipelineModule says it; this copy is unread"
 )
-fixed("parallel.pipeline", "dead", "is read by the pipeline engine alone, which the script starts")
-fixed("parallel.rank-order", "performance-only", "the order of ranks moves no number")
-fixed("parallel.sequence-dtype", "dead", "is read with sequence parallelism alone")
-refused_unless("parallel.sequence", (None, 1), "sequence parallelism", off="off")
-refused_unless("parallel.tensor", (0, 1), "tensor parallelism", off="off")
-refused_unless("parallel.expert", (False,), "expert parallelism", off="off")
-fixed("parallel.expert-tuning", "refused", "not in this release: expert parallelism")
+fixed_rule(
+    "parallel.pipeline", "dead", "is read by the pipeline engine alone, which the script starts"
+)
+fixed_rule("parallel.rank-order", "performance-only", "the order of ranks moves no number")
+fixed_rule("parallel.sequence-dtype", "dead", "is read with sequence parallelism alone")
+refuse_unless("parallel.sequence", (None, 1), "sequence parallelism", off="off")
+refuse_unless("parallel.tensor", (0, 1), "tensor parallelism", off="off")
+refuse_unless("parallel.expert", (False,), "expert parallelism", off="off")
+fixed_rule("parallel.expert-tuning", "refused", "not in this release: expert parallelism")
 
 
 @rule("parallel.tensor-tuning", "Details of tensor parallelism.")
 def _tensor_tuning(source: Source, leaf: Leaf) -> Outcome:
     if source.get("tensor_parallel.autotp_size") in (0, 1):
         return dead("tensor parallelism is off")
-    return refused("not in this release: tensor parallelism")
+    return refuse("not in this release: tensor parallelism")
 
 
 @rule("compile.deepcompile", "DeepCompile becomes torch.compile.")
@@ -129,11 +137,11 @@ def _compile(source: Source, leaf: Leaf) -> Outcome:
 def _passes(source: Source, leaf: Leaf) -> Outcome:
     changing = sorted({"autosp", "autotp"} & set(leaf.value or ()))
     if changing:
-        return refused(f"not in this release: {', '.join(changing)}")
+        return refuse(f"not in this release: {', '.join(changing)}")
     return faster("torch.compile chooses its own passes")
 
 
-fixed("compile.tuning", "performance-only", "torch.compile chooses for itself")
+fixed_rule("compile.tuning", "performance-only", "torch.compile chooses for itself")
 
 _AXIS = "steps, not samples, on the x axis, and names of our own"
 
@@ -165,24 +173,28 @@ def _wandb_name(source: Source, leaf: Leaf) -> Outcome:
     return exact("the same", **{f"logger__wandb__{knob}": leaf.value})
 
 
-fixed("monitor.where", "performance-only", "logs go to the run directory")
-refused_unless("monitor.comet", (False,), "logging to Comet", off="off")
-fixed("monitor.comet-tuning", "refused", "not in this release: logging to Comet")
+fixed_rule("monitor.where", "performance-only", "logs go to the run directory")
+refuse_unless("monitor.comet", (False,), "logging to Comet", off="off")
+fixed_rule("monitor.comet-tuning", "refused", "not in this release: logging to Comet")
 
-refused_unless("tuning.block", (False,), "DeepSpeed's autotuner; hydra sweeps knobs", off="off")
-fixed("tuning.knob", "refused", "not in this release: DeepSpeed's autotuner")
+refuse_unless("tuning.block", (False,), "DeepSpeed's autotuner; hydra sweeps knobs", off="off")
+fixed_rule("tuning.knob", "refused", "not in this release: DeepSpeed's autotuner")
 
-fixed("curriculum.tuning", "refused", "not in this release: curricula and token dropping")
-fixed("curriculum.block", "dead", "switches what stands below it")
-refused_unless("curriculum.sampling", (False,), "curricula and dynamic batches", off="off")
-refused_unless("curriculum.routing", (False,), "random token dropping", off="off")
-refused_unless("curriculum.legacy", (False,), "curriculum learning", off="off")
+fixed_rule("curriculum.tuning", "refused", "not in this release: curricula and token dropping")
+fixed_rule("curriculum.block", "dead", "switches what stands below it")
+refuse_unless("curriculum.sampling", (False,), "curricula and dynamic batches", off="off")
+refuse_unless("curriculum.routing", (False,), "random token dropping", off="off")
+refuse_unless("curriculum.legacy", (False,), "curriculum learning", off="off")
 
-fixed("model.layer-drop", "refused", "not in this release: progressive layer dropping")
-refused_unless("model.hybrid", (False,), "DeepSpeed's hybrid engine", off="off")
-fixed("model.hybrid-tuning", "refused", "not in this release: DeepSpeed's hybrid engine")
-fixed("model.quantized", "refused", "not in this release: quantised weights, made for inference")
-fixed(
+fixed_rule("model.layer-drop", "refused", "not in this release: progressive layer dropping")
+refuse_unless("model.hybrid", (False,), "DeepSpeed's hybrid engine", off="off")
+fixed_rule("model.hybrid-tuning", "refused", "not in this release: DeepSpeed's hybrid engine")
+fixed_rule(
+    "model.quantized", "refused", "not in this release: quantised weights, made for inference"
+)
+fixed_rule(
     "model.compression", "refused", "not in this release: compression and quantisation in training"
 )
-fixed("model.sparse-attention", "refused", "not in this release: sparse attention is the model's")
+fixed_rule(
+    "model.sparse-attention", "refused", "not in this release: sparse attention is the model's"
+)

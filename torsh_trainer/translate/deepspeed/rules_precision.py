@@ -11,8 +11,8 @@ from torsh_trainer.translate.deepspeed.rules import (
     dead,
     exact,
     faster,
-    fixed,
-    refused,
+    fixed_rule,
+    refuse,
     rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -66,7 +66,7 @@ def _autocast(source: Source, leaf: Leaf) -> Outcome:
     dtype = source.get("torch_autocast.dtype")
     option = "fp16_mixed" if dtype in _FP16 else "bf16_mixed"
     if job.precision(source) != "autocast":
-        return refused("bf16 or fp16 is on as well: keep one of them")
+        return refuse("bf16 or fp16 is on as well: keep one of them")
     return Outcome(
         "approximate",
         "autocast over fp32 parameters; DeepSpeed sends the gradients of some modules in the low "
@@ -83,7 +83,7 @@ _BF16 = ("bf16", "bfloat16", "torch.bfloat16")
 def _autocast_dtype(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value in _FP16 + _BF16:
         return approximate("as torch_autocast.enabled")
-    return refused(f"autocast in {leaf.value} is not in this release")
+    return refuse(f"autocast in {leaf.value} is not in this release")
 
 
 @rule("precision.autocast-modules", "Modules whose gradients travel in the low dtype.")
@@ -115,7 +115,7 @@ def _overflow(source: Source, leaf: Leaf) -> Outcome:
 def _half_masters(source: Source, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return exact("masters and moments are fp32")
-    return refused("not in this release: masters or moments in half precision; leave them fp32")
+    return refuse("not in this release: masters or moments in half precision; leave them fp32")
 
 
 @rule("precision.inputs", "Casting the inputs of the model.")
@@ -160,33 +160,33 @@ def _parameters(source: Source, leaf: Leaf) -> Outcome:
     own = precision if precision in ("bf16", "fp16") else "fp32"
     if leaf.value in (None, own):
         return exact("agrees with the mode")
-    return refused(f"parameters in {leaf.value} while the mode is {own}")
+    return refuse(f"parameters in {leaf.value} while the mode is {own}")
 
 
 @rule("precision.buffers", "The dtype of buffers.")
 def _buffers(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value in (None, "fp32"):
         return exact("buffers stay fp32")
-    return refused("not in this release: buffers in a lower dtype")
+    return refuse("not in this release: buffers in a lower dtype")
 
 
 @rule("precision.kept", "Modules that stay fp32.")
-def _kept(source: Source, leaf: Leaf) -> Outcome:
+def _judge_kept(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value == "auto":
         return approximate("the modules that Hugging Face's models keep in fp32 are cast here, too")
     return approximate("these modules are cast here, too") if leaf.value else exact("none is kept")
 
 
-fixed(
+fixed_rule(
     "precision.bf16-update",
     "performance-only",
     "adding into the fp32 buffer early or late gives the same sum",
 )
-fixed("precision.apex", "refused", "not in this release: NVIDIA Apex; take fp16 or bf16")
+fixed_rule("precision.apex", "refused", "not in this release: NVIDIA Apex; take fp16 or bf16")
 
 
 @rule("scale.fixed", "A fixed loss scale, or 0 for a dynamic one.")
-def _fixed(source: Source, leaf: Leaf) -> Outcome:
+def _judge_fixed_scale(source: Source, leaf: Leaf) -> Outcome:
     if leaf.value > 0:
         return exact("a fixed scale", precision__loss_scaling__scale=leaf.value)
     return exact("a dynamic scale", precision__loss_scaling__scale=None)
@@ -201,7 +201,7 @@ def _initial(source: Source, leaf: Leaf) -> Outcome:
     if _static(source):
         return dead("the scale is fixed")
     if not -100 <= leaf.value <= 127:
-        return refused("2 to this power is beyond the range of fp32")
+        return refuse("2 to this power is beyond the range of fp32")
     return exact("2 to this power", precision__loss_scaling__initial_scale=2.0**leaf.value)
 
 

@@ -11,9 +11,9 @@ from torsh_trainer.translate.deepspeed.rules import (
     dead,
     exact,
     faster,
-    fixed,
-    refused,
-    refused_unless,
+    fixed_rule,
+    refuse,
+    refuse_unless,
     rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -98,7 +98,7 @@ def _overlap(source: Source, leaf: Leaf) -> Outcome:
 
 
 @rule("zero.unused", "Parameters without a gradient.")
-def _unused(source: Source, leaf: Leaf) -> Outcome:
+def _judge_unused(source: Source, leaf: Leaf) -> Outcome:
     if not leaf.value and job.stage(source) == 2:
         return approximate("DeepSpeed raises on them in stage 2; fsdp passes over them")
     return Outcome(
@@ -115,7 +115,7 @@ def _mics(source: Source, leaf: Leaf) -> Outcome:
     if job.stage(source) != 3:
         return dead("is read in stage 3 alone")
     if source.world_size is not None and source.world_size % leaf.value:
-        return refused(f"{source.world_size} processes do not divide into groups of {leaf.value}")
+        return refuse(f"{source.world_size} processes do not divide into groups of {leaf.value}")
     return approximate(
         "shards within groups of so many processes, and replicas over them: the same mean, summed "
         "in two parts; it is proved against no engine, since 0.19.8 has removed MiCS",
@@ -169,19 +169,23 @@ def _norm(source: Source, leaf: Leaf) -> Outcome:
     return faster("the norm is measured where something wants it")
 
 
-refused_unless(
+refuse_unless(
     "zero.quantized",
     (False,),
     "ZeRO++'s quantised communication; compression=int8 with strategy=ddp is the nearest",
     off="off",
 )
-fixed("zero.zenflow", "refused", "not in this release: ZenFlow updates weights asynchronously")
-fixed("zero.loco", "refused", "not in this release: error feedback of quantised gradients")
-fixed("zero.buckets", "performance-only", "the native strategies cut their messages themselves")
-fixed("zero.tiles", "performance-only", "the native optimizer step is not tiled")
-fixed("zero.prefetch", "performance-only", "fsdp gathers ahead by unit: strategy.prefetch_depth")
-fixed("zero.layout", "performance-only", "the layout of shards moves no number")
-fixed("zero.inherent", "performance-only", "the native strategies need no switch for it")
+fixed_rule("zero.zenflow", "refused", "not in this release: ZenFlow updates weights asynchronously")
+fixed_rule("zero.loco", "refused", "not in this release: error feedback of quantised gradients")
+fixed_rule(
+    "zero.buckets", "performance-only", "the native strategies cut their messages themselves"
+)
+fixed_rule("zero.tiles", "performance-only", "the native optimizer step is not tiled")
+fixed_rule(
+    "zero.prefetch", "performance-only", "fsdp gathers ahead by unit: strategy.prefetch_depth"
+)
+fixed_rule("zero.layout", "performance-only", "the layout of shards moves no number")
+fixed_rule("zero.inherent", "performance-only", "the native strategies need no switch for it")
 
 
 def _offload(source: Source, what: str, *, active: bool, stages: str) -> Outcome:
@@ -207,7 +211,7 @@ def _offload_optimizer(source: Source, leaf: Leaf) -> Outcome:
         active = job.offloads_optimizer(source)
         return _offload(source, "optimizer state", active=active, stages="stages 1 to 3")
     if leaf.value == "nvme":
-        return refused(f"optimizer state on NVMe: {_NO_FILES}")
+        return refuse(f"optimizer state on NVMe: {_NO_FILES}")
     return dead("nothing is offloaded")
 
 
@@ -217,7 +221,7 @@ def _offload_parameters(source: Source, leaf: Leaf) -> Outcome:
         active = job.offloads_parameters(source)
         return _offload(source, "parameters", active=active, stages="stage 3")
     if leaf.value == "nvme":
-        return refused(f"parameters on NVMe: {_NO_FILES}")
+        return refuse(f"parameters on NVMe: {_NO_FILES}")
     return dead("nothing is offloaded")
 
 
@@ -249,6 +253,6 @@ def _none(source: Source, leaf: Leaf) -> Outcome:
     return dead("nothing is offloaded")
 
 
-fixed("offload.tuning", "performance-only", "FSDP2 pins the memory of what it offloads")
-fixed("offload.nvme", "performance-only", "the size of buffers moves no number")
-fixed("offload.aio", "dead", "is read for NVMe alone, which offload_*.device names or not")
+fixed_rule("offload.tuning", "performance-only", "FSDP2 pins the memory of what it offloads")
+fixed_rule("offload.nvme", "performance-only", "the size of buffers moves no number")
+fixed_rule("offload.aio", "dead", "is read for NVMe alone, which offload_*.device names or not")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.translate import yaml_places
+from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.deepspeed import (
     job,
     keys,
@@ -19,14 +22,15 @@ from torsh_trainer.translate.deepspeed import (
     rules_zero,
     versions,
 )
+from torsh_trainer.translate.deepspeed.normalising import ELSEWHERE, normalise
 from torsh_trainer.translate.deepspeed.rules import RULES, Outcome, Rule
 from torsh_trainer.translate.deepspeed.rules_batch import solve
-from torsh_trainer.translate.deepspeed.source import ELSEWHERE, Leaf, Options, Source, source_of
+from torsh_trainer.translate.deepspeed.source import Leaf, Options, Source
 from torsh_trainer.translate.deepspeed.tables import dtypes_of, memory_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Finding, Ledger, Plan
-from torsh_trainer.translate.proofs import proved_by
-from torsh_trainer.translate.reading import Document, read
+from torsh_trainer.translate.proofs import find_proofs
+from torsh_trainer.translate.reading import NEOX_MARKS, Document, exists, read, text_of
 
 RULE_MODULES = (
     rules_batch,
@@ -42,6 +46,9 @@ AS_IT_STANDS = Options()
 """No world, the newest version, nothing around DeepSpeed."""
 
 _SECRET = "api_key"
+_ENDINGS = (".json", ".hjson", ".yaml", ".yml", "")
+"""Endings of files that are DeepSpeed's where nothing says otherwise."""
+_BRACE = re.compile(r"\s*[{\[]|\s*(#|//|/\*)")
 
 _DEFAULTS = (
     "zero_optimization.stage",
@@ -72,10 +79,10 @@ def translate(source: str | Path | Mapping[str, Any], options: Options = AS_IT_S
         ConfigError: the configuration is invalid; the message has the place and the next move.
         ResourceError: the file cannot be read.
     """
-    return translated(read(source), options)
+    return translate_document(read(source), options)
 
 
-def translated(document: Document, options: Options = AS_IT_STANDS) -> Plan:
+def translate_document(document: Document, options: Options = AS_IT_STANDS) -> Plan:
     """The same for a configuration that has been read.
 
     Raises:
@@ -83,14 +90,14 @@ def translated(document: Document, options: Options = AS_IT_STANDS) -> Plan:
     """
     if document.dialect == "accelerate" and options.context == "raw":
         options = replace(options, context="accelerate")
-    found = source_of(document, options)
+    found = normalise(document, options)
     batch = solve(found)
     ledger = Ledger()
-    choices: dict[str, str] = {}
+    choices = {"precision": "fp32"}  # said, since silence is auto
     values: dict[str, Any] = {}
     for leaf in found.leaves:
         line, column = leaf.place.line, leaf.place.column
-        ledger.enter(leaf.written, _shown(leaf), line=line, column=column)
+        ledger.enter(leaf.written, _report_value(leaf), line=line, column=column)
     every = [(leaf, True) for leaf in found.leaves] + [(leaf, False) for leaf in _defaults(found)]
     for leaf, given in every:
         chosen = _rule_for(found, leaf)
@@ -100,11 +107,11 @@ def translated(document: Document, options: Options = AS_IT_STANDS) -> Plan:
         choices.update(outcome.choices)
         values.update(outcome.values)
         ledger.take([_finding(leaf, chosen, outcome, given=given)])
-    values.update(_launched(options))
+    values.update(_launcher_values(options))
     return Plan(
         source=document.name,
         engine="deepspeed",
-        version=versions.shown(options.version),
+        version=versions.format_version(options.version),
         context=options.context,
         mode=options.mode,
         world_size=found.world_size,
@@ -122,7 +129,7 @@ def _rule_for(source: Source, leaf: Leaf) -> Rule | None:
         return RULES["mismatch"]
     if leaf.key is None:
         return _rule_for_stranger(source, leaf)
-    if _switched_off(source, leaf):
+    if _is_switched_off(source, leaf):
         return RULES["block.off"]
     for name in leaf.key.rule.split("|"):
         if name in RULES and RULES[name].holds(source.options.version):
@@ -142,7 +149,7 @@ def _rule_for_stranger(source: Source, leaf: Leaf) -> Rule:
     return RULES["neox.argument" if source.document.dialect == "gpt-neox" else "unknown"]
 
 
-def _switched_off(source: Source, leaf: Leaf) -> bool:
+def _is_switched_off(source: Source, leaf: Leaf) -> bool:
     assert leaf.key is not None
     switches = [(*leaf.path[:n], "enabled") for n in range(1, len(leaf.path))]
     if leaf.key.switch is not None:
@@ -158,7 +165,7 @@ def _is_off(source: Source, switch: keys.Path) -> bool:
 
 def _defaults(source: Source) -> Iterator[Leaf]:
     """Keys that the file leaves out and whose default decides something."""
-    for dotted in _wanted(source):
+    for dotted in _find_defaults(source):
         path = tuple(dotted.split("."))
         short = source.found.get(path[:1])  # zero_optimization: true
         if path not in source.found and not (short and isinstance(short.value, bool)):
@@ -166,7 +173,7 @@ def _defaults(source: Source) -> Iterator[Leaf]:
             yield Leaf(path, dotted, key.default, Place(), key)
 
 
-def _wanted(source: Source) -> Iterator[str]:
+def _find_defaults(source: Source) -> Iterator[str]:
     yield from _DEFAULTS
     if job.precision(source) != "fp32":
         yield from _DEFAULTS_HALF
@@ -192,7 +199,7 @@ def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome, *, given: bool) -> Find
     removed = leaf.key is not None and leaf.key.removed
     if removed:
         why += "; DeepSpeed 0.19.8 refuses the key"
-    value = _shown(leaf)
+    value = _report_value(leaf)
     if not given and value is None and len(outcome.values) == 1:
         value = next(iter(outcome.values.values()))  # the default that the rule knows
     return Finding(
@@ -206,31 +213,29 @@ def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome, *, given: bool) -> Find
         rule=chosen.id,
         engine_takes=outcome.engine_takes and not removed,
         given=given,
-        proved_by=proved_by("deepspeed", chosen.id, outcome.verdict),
+        proved_by=find_proofs("deepspeed", chosen.id, outcome.verdict),
     )
 
 
-def _shown(leaf: Leaf) -> Any:
+def _report_value(leaf: Leaf) -> Any:
     """The value for the report; a key to somebody's account never stands in it."""
     return "***" if leaf.path[-1] == _SECRET and leaf.value else leaf.value
 
 
-def _launched(options: Options) -> dict[str, Any]:
+def _launcher_values(options: Options) -> dict[str, Any]:
     if options.world_size is None:
         return {}
     return {"launcher.num_processes": options.world_size}
 
 
-def filled(
-    source: str | Path | Mapping[str, Any], options: Options = AS_IT_STANDS
-) -> dict[str, Any]:
+def fill(source: str | Path | Mapping[str, Any], options: Options = AS_IT_STANDS) -> dict[str, Any]:
     """The content of the configuration as the engine is to have it: "auto" filled, names current.
 
     Raises:
         ConfigError, ResourceError: as ``translate``.
     """
     content: dict[str, Any] = {}
-    for leaf in source_of(read(source), options).leaves:
+    for leaf in normalise(read(source), options).leaves:
         if leaf.key is None or leaf.mismatch or leaf.key.removed:
             continue
         if leaf.value is None and leaf.note:  # "auto" that moves no number: the engine's default
@@ -245,3 +250,55 @@ def filled(
             node = node.setdefault(name, {})
         node[leaf.path[-1]] = leaf.value
     return content
+
+
+class DeepSpeedTranslator(Translator):
+    """A configuration of DeepSpeed, alone or in a file of Accelerate's or GPT-NeoX's."""
+
+    name = "deepspeed"
+    title = "DeepSpeed"
+    reads = "DeepSpeed's JSON, Accelerate's and GPT-NeoX's YAML"
+    priority = 10
+    original = "torsh_trainer_deepspeed.original"
+
+    def recognises(self, source: Path, command: str | None) -> bool:
+        if command is not None:
+            return False
+        if not exists(source) or source.is_dir() or source.suffix.lower() == ".json":
+            return True  # base64, or whoever reads it says what is wrong
+        text = text_of(source)
+        if source.suffix.lower() not in _ENDINGS and not _BRACE.match(text):
+            return False
+        return source.suffix.lower() not in (".yaml", ".yml") or not _is_foreign(source, text)
+
+    def translate(self, source: str | Path, asked: TranslationRequest) -> Plan:
+        return translate(source, _make_options(asked))
+
+    def content(self, source: str | Path, asked: TranslationRequest) -> dict[str, Any]:
+        return fill(source, _make_options(asked))
+
+    def adapt_to_trial(self, asked: TranslationRequest, *, processes: int) -> TranslationRequest:
+        # A file of Accelerate's may name more than there is room for.
+        return replace(asked, world_size=asked.world_size or processes)
+
+
+def _make_options(asked: TranslationRequest) -> Options:
+    return Options(
+        asked.world_size,
+        versions.parse(asked.version),
+        asked.context,
+        asked.mode,
+        asked.lenient,
+        asked.settings or {},
+    )
+
+
+def _is_foreign(path: Path, text: str) -> bool:
+    """YAML in which nothing is DeepSpeed's, nor Accelerate's or GPT-NeoX's."""
+    try:
+        found = set(yaml_places.parse(text, name=str(path)).value)
+    except ConfigError:
+        return False  # whoever reads it next says what is wrong
+    known = {key[0] for key in (*keys.schema(), *keys.ALIASES)} | {"deepspeed_config"}
+    marks = {key.replace("-", "_") for key in found} & NEOX_MARKS
+    return bool(found) and not (known & found) and not marks

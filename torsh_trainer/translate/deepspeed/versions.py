@@ -29,17 +29,18 @@ def parse(text: str) -> Version:
     if not re.fullmatch(r"\d+(\.\d+){1,2}", text):
         raise ConfigError(
             f"--source-version {text} is no version of DeepSpeed",
-            fix=f"write it as in --source-version {shown(NEWEST)}",
+            fix=f"write it as in --source-version {format_version(NEWEST)}",
         )
     version = tuple(int(part) for part in text.split("."))
     if version > NEWEST:
         raise ConfigError(
             f"DeepSpeed {text} is newer than the rules of this release",
-            fix=f"translate as --source-version {shown(NEWEST)}, and check what changed since",
+            fix=f"translate as --source-version {format_version(NEWEST)}, "
+            "and check what changed since",
         )
     return version
 
 
-def shown(version: Version) -> str:
+def format_version(version: Version) -> str:
     """As it is written: 0.19.8."""
     return ".".join(map(str, version))

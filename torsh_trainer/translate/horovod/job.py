@@ -76,7 +76,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Job:
+class HorovodJob:
     """What the rules look at. ``script``: a training script has been read."""
 
     name: str
@@ -95,7 +95,7 @@ class Job:
         leaf = self.leaf(name)
         return default if leaf is None or leaf.value is None else leaf.value
 
-    def given(self, name: str) -> bool:
+    def is_given(self, name: str) -> bool:
         """Something says it."""
         return self.leaf(name) is not None
 
@@ -124,7 +124,7 @@ class Job:
     @property
     def elastic(self) -> bool:
         """The number of processes may change."""
-        return any(self.given(name) for name in ELASTIC)
+        return any(self.is_given(name) for name in ELASTIC)
 
 
 def refuse(name: str, problems: Sequence[Problem]) -> None:

@@ -135,7 +135,7 @@ class _Reader:
         """Reads one option; returns of how many words it consists."""
         word = words[at]
         flag, equals, inline = word.text.partition("=")
-        known = self.known(flag, word)
+        known = self.find_option(flag, word)
         if known is None:
             return 1
         flag, setting, on = known
@@ -153,7 +153,7 @@ class _Reader:
             self.value(flag, setting, values, word)
         return 1 + setting.takes
 
-    def known(self, flag: str, word: Word) -> tuple[str, Setting, bool] | None:
+    def find_option(self, flag: str, word: Word) -> tuple[str, Setting, bool] | None:
         """The option of that name, or of which it is the only beginning, as argparse has it."""
         flags = settings.by_flag()
         candidates = [flag] if flag in flags else [f for f in flags if f.startswith(flag)]

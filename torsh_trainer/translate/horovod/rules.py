@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torsh_trainer.translate.horovod.job import Job, Leaf
+from torsh_trainer.translate.horovod.job import HorovodJob, Leaf
 from torsh_trainer.translate.outcomes import Outcome
 from torsh_trainer.translate.plan import Verdict
 
-Apply = Callable[[Job, Leaf], Outcome]
+Apply = Callable[[HorovodJob, Leaf], Outcome]
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ def rule(name: str, doc: str) -> Callable[[Apply], Apply]:
     return enter
 
 
-def fixed(name: str, verdict: Verdict, why: str, *, engine_takes: bool = True) -> None:
+def fixed_rule(name: str, verdict: Verdict, why: str, *, engine_takes: bool = True) -> None:
     """A rule whose verdict hangs on nothing; its reason is its line."""
 
-    def apply(job: Job, leaf: Leaf) -> Outcome:
+    def apply(job: HorovodJob, leaf: Leaf) -> Outcome:
         return Outcome(verdict, why, engine_takes=engine_takes)
 
     rule(name, why)(apply)

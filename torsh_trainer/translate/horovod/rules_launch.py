@@ -5,56 +5,56 @@ from __future__ import annotations
 import math
 from pathlib import PurePath
 
-from torsh_trainer.translate.horovod.job import LOCAL_HOSTS, Job, Leaf
-from torsh_trainer.translate.horovod.rules import fixed, rule
+from torsh_trainer.translate.horovod.job import LOCAL_HOSTS, HorovodJob, Leaf
+from torsh_trainer.translate.horovod.rules import fixed_rule, rule
 from torsh_trainer.translate.outcomes import (
     Outcome,
     approximate,
     dead,
     exact,
     faster,
-    refused,
+    refuse,
 )
 
 _RUN = "-m torsh_trainer +recipe=RECIPE.yaml"
 _MEETING = "--rdzv-backend=c10d --rdzv-endpoint={first}:29500"
 _EACH_BYTE = 1 / 2**20
 
-fixed("unknown", "dead", "nothing that Horovod knows: it passes over it in silence")
+fixed_rule("unknown", "dead", "nothing that Horovod knows: it passes over it in silence")
 
 
 @rule("overridden", "The option counts before the file, and the file before the environment.")
-def _overridden(job: Job, leaf: Leaf) -> Outcome:
+def _judge_overridden(job: HorovodJob, leaf: Leaf) -> Outcome:
     return dead(f"{leaf.over} counts before it")
 
 
-fixed("block.empty", "exact", "empty: every default")
-fixed(
+fixed_rule("block.empty", "exact", "empty: every default")
+fixed_rule(
     "older",
     "dead",
     "a key of an older release: Horovod 0.28.1 passes over it in silence",
     engine_takes=False,
 )
-fixed("env.place", "dead", "the launcher tells each process its place")
-fixed("env.elsewhere", "dead", "is read while Horovod is built, or by other frameworks alone")
-fixed("env.others", "dead", "no variable of Horovod; processes inherit it here, too")
-fixed("launch.checks", "dead", "there is no cache of checks to pass over")
-fixed("launch.no-run", "dead", "prints what Horovod is, and starts nothing")
-fixed("launch.config-file", "exact", "read together with this file")
-fixed("launch.hostfile", "exact", "read together with this line")
+fixed_rule("env.place", "dead", "the launcher tells each process its place")
+fixed_rule("env.elsewhere", "dead", "is read while Horovod is built, or by other frameworks alone")
+fixed_rule("env.others", "dead", "no variable of Horovod; processes inherit it here, too")
+fixed_rule("launch.checks", "dead", "there is no cache of checks to pass over")
+fixed_rule("launch.no-run", "dead", "prints what Horovod is, and starts nothing")
+fixed_rule("launch.config-file", "exact", "read together with this file")
+fixed_rule("launch.hostfile", "exact", "read together with this line")
 
 
 @rule("launch.processes", "As many processes, started here where they are all on this machine.")
-def _processes(job: Job, leaf: Leaf) -> Outcome:
+def _processes(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.elastic:
-        return refused("not in this release: the first number of a job that grows and shrinks")
+        return refuse("not in this release: the first number of a job that grows and shrinks")
     if job.several_hosts:
         return exact("torchrun starts as many: see the hosts")
     return exact("processes on this machine", launcher__num_processes=leaf.value)
 
 
 @rule("launch.hosts", "Processes on other machines are started there, by torchrun.")
-def _hosts(job: Job, leaf: Leaf) -> Outcome:
+def _hosts(job: HorovodJob, leaf: Leaf) -> Outcome:
     names = [host.name for host in job.hosts]
     if all(name in LOCAL_HOSTS for name in names):
         return exact("this machine")
@@ -63,7 +63,7 @@ def _hosts(job: Job, leaf: Leaf) -> Outcome:
     each = {host.slots for host in job.hosts}
     count = str(each.pop()) if len(each) == 1 else "THE_SLOTS_OF_THIS_HOST"
     line = _torchrun(str(len(names)), count, names[0])
-    return refused(f"not in this release: processes on other hosts; on each of them run {line}")
+    return refuse(f"not in this release: processes on other hosts; on each of them run {line}")
 
 
 def _torchrun(nodes: str, each: str, first: str) -> str:
@@ -72,14 +72,14 @@ def _torchrun(nodes: str, each: str, first: str) -> str:
 
 
 @rule("launch.ssh", "Nothing is started over ssh.")
-def _ssh(job: Job, leaf: Leaf) -> Outcome:
+def _ssh(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.several_hosts:
-        return refused("not in this release: starting over ssh; torchrun is started on each host")
+        return refuse("not in this release: starting over ssh; torchrun is started on each host")
     return dead("all processes are on one machine")
 
 
 @rule("launch.command", "What is started: the script, whose model and data stay its author's.")
-def _command(job: Job, leaf: Leaf) -> Outcome:
+def _command(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.script:
         return exact("its script is read as well")
     return approximate(
@@ -88,7 +88,7 @@ def _command(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("launch.start-timeout", "How long processes are waited for.")
-def _start_timeout(job: Job, leaf: Leaf) -> Outcome:
+def _start_timeout(job: HorovodJob, leaf: Leaf) -> Outcome:
     value = float(leaf.value)
     if not value:
         return dead("0 is Horovod's default of 30 s")
@@ -100,25 +100,25 @@ def _start_timeout(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("launch.interface", "The network interface of NCCL and gloo.")
-def _interface(job: Job, leaf: Leaf) -> Outcome:
+def _interface(job: HorovodJob, leaf: Leaf) -> Outcome:
     return faster("NCCL and gloo are bound to it", comm__network_interface=leaf.value)
 
 
 @rule("launch.output", "What each process prints goes to a file of its own.")
-def _output(job: Job, leaf: Leaf) -> Outcome:
+def _output(job: HorovodJob, leaf: Leaf) -> Outcome:
     folder = PurePath(leaf.value).name
     return faster(f"logs/rank-N.log of the run directory, instead of {folder}/rank.N/stdout")
 
 
 @rule("launch.verbose", "Who decided about the processes.")
-def _verbose(job: Job, leaf: Leaf) -> Outcome:
+def _verbose(job: HorovodJob, leaf: Leaf) -> Outcome:
     return faster("prints what decided", launcher__explain=True)
 
 
 @rule(
     "launch.controller", "How Horovod's processes agree on what to reduce: nothing here needs it."
 )
-def _controller(job: Job, leaf: Leaf) -> Outcome:
+def _controller(job: HorovodJob, leaf: Leaf) -> Outcome:
     said = str(leaf.value).lower() if leaf.name == "controller" else leaf.name
     if said == "jsrun":
         return approximate("start the recipe by jsrun: it finds its place there")
@@ -131,15 +131,15 @@ def _controller(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("launch.mpi", "Arguments of mpirun.")
-def _mpi(job: Job, leaf: Leaf) -> Outcome:
-    return refused(
+def _mpi(job: HorovodJob, leaf: Leaf) -> Outcome:
+    return refuse(
         f"not in this release: arguments of mpirun; mpirun {leaf.value} -n "
         f"{job.get('num_proc', 'N')} python {_RUN} takes them"
     )
 
 
 @rule("launch.tcp", "TCP instead of InfiniBand.")
-def _tcp(job: Job, leaf: Leaf) -> Outcome:
+def _tcp(job: HorovodJob, leaf: Leaf) -> Outcome:
     return faster("set NCCL_IB_DISABLE=1 around the command: processes inherit it")
 
 
@@ -149,11 +149,11 @@ _ELASTIC = "not in this release: a job that grows and shrinks"
 
 
 @rule("elastic.range", "Horovod counts processes, torchrun nodes.")
-def _range(job: Job, leaf: Leaf) -> Outcome:
-    return refused(f"{_ELASTIC}; {_elastic_line(job)}")
+def _range(job: HorovodJob, leaf: Leaf) -> Outcome:
+    return refuse(f"{_ELASTIC}; {_elastic_line(job)}")
 
 
-def _elastic_line(job: Job) -> str:
+def _elastic_line(job: HorovodJob) -> str:
     """The torchrun line that restarts a script with another number of nodes."""
     slots = job.get("slots")
     least, most = job.get("min_num_proc", job.get("num_proc")), job.get("max_num_proc")
@@ -172,20 +172,20 @@ def _elastic_line(job: Job) -> str:
 
 
 @rule("elastic.knob", "Details of a job that grows and shrinks.")
-def _elastic_knob(job: Job, leaf: Leaf) -> Outcome:
+def _elastic_knob(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.elastic or job.get("HOROVOD_ELASTIC"):
-        return refused(f"{_ELASTIC}; {_elastic_line(job)}")
+        return refuse(f"{_ELASTIC}; {_elastic_line(job)}")
     return dead("is read by elastic jobs alone, and nothing makes this one")
 
 
 @rule("elastic.switch", "Horovod's own word to its processes that the job is elastic.")
-def _elastic_switch(job: Job, leaf: Leaf) -> Outcome:
-    return refused(_ELASTIC) if leaf.value else dead("off")
+def _elastic_switch(job: HorovodJob, leaf: Leaf) -> Outcome:
+    return refuse(_ELASTIC) if leaf.value else dead("off")
 
 
 @rule("elastic.script", "A script that keeps its state in memory and goes on after a change.")
-def _elastic_script(job: Job, leaf: Leaf) -> Outcome:
-    return refused(
+def _elastic_script(job: HorovodJob, leaf: Leaf) -> Outcome:
+    return refuse(
         f"{_ELASTIC}; checkpoint.every_steps and checkpoint.resume=auto go on after a restart, on "
         "another number of processes, too"
     )
@@ -195,7 +195,7 @@ def _elastic_script(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("fusion", "So many MiB of gradients travel together.")
-def _fusion(job: Job, leaf: Leaf) -> Outcome:
+def _fusion(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value == 0:
         return faster("each gradient alone", strategy__bucket_cap_mb=_EACH_BYTE)
     return faster(
@@ -204,22 +204,26 @@ def _fusion(job: Job, leaf: Leaf) -> Outcome:
     )
 
 
-fixed("cycle", "performance-only", "a bucket travels as soon as it is full: there are no cycles")
-fixed("cache", "performance-only", "every process reduces in the same order: nothing to remember")
-fixed("hierarchical", "performance-only", "NCCL chooses how it reduces (NCCL_ALGO)")
-fixed("library.tuning", "performance-only", "a setting of Horovod's own threads and streams")
-fixed("autotune.knob", "performance-only", "a setting of Horovod's search")
+fixed_rule(
+    "cycle", "performance-only", "a bucket travels as soon as it is full: there are no cycles"
+)
+fixed_rule(
+    "cache", "performance-only", "every process reduces in the same order: nothing to remember"
+)
+fixed_rule("hierarchical", "performance-only", "NCCL chooses how it reduces (NCCL_ALGO)")
+fixed_rule("library.tuning", "performance-only", "a setting of Horovod's own threads and streams")
+fixed_rule("autotune.knob", "performance-only", "a setting of Horovod's search")
 
 
 @rule("autotune", "Horovod's search for its settings becomes a sweep.")
-def _autotune(job: Job, leaf: Leaf) -> Outcome:
+def _autotune(job: HorovodJob, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return faster("off")
     return faster("the one that is left is a sweep: -m strategy.bucket_cap_mb=8,25,64,128")
 
 
 @rule("timeline", "A trace of what happens when.")
-def _timeline(job: Job, leaf: Leaf) -> Outcome:
+def _timeline(job: HorovodJob, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return dead("off")
     return approximate(
@@ -228,8 +232,8 @@ def _timeline(job: Job, leaf: Leaf) -> Outcome:
     )
 
 
-fixed("timeline.cycles", "performance-only", "there are no cycles to mark")
-fixed(
+fixed_rule("timeline.cycles", "performance-only", "there are no cycles to mark")
+fixed_rule(
     "timeline.script",
     "approximate",
     "the script traces from here to there: callbacks.profiler.first_step and steps do so",
@@ -237,19 +241,19 @@ fixed(
 
 
 @rule("stall", "Processes that do not come.")
-def _stall(job: Job, leaf: Leaf) -> Outcome:
+def _stall(job: HorovodJob, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return approximate("nobody warns here either; a collective ends after comm.timeout_s")
     return approximate("nobody warns; a collective that waits ends after comm.timeout_s")
 
 
 @rule("stall.warning", "Seconds until Horovod warns of processes that do not come.")
-def _stall_warning(job: Job, leaf: Leaf) -> Outcome:
+def _stall_warning(job: HorovodJob, leaf: Leaf) -> Outcome:
     return approximate("nobody warns; a collective that waits ends after comm.timeout_s")
 
 
 @rule("stall.shutdown", "Seconds until a job ends whose processes do not come.")
-def _stall_shutdown(job: Job, leaf: Leaf) -> Outcome:
+def _stall_shutdown(job: HorovodJob, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return approximate("0 is never; here a collective ends after comm.timeout_s, 30 minutes")
     if leaf.value <= job.get("stall_warning_s", 60):
@@ -261,7 +265,7 @@ def _stall_shutdown(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("gloo-timeout", "Seconds until an operation of gloo fails.")
-def _gloo_timeout(job: Job, leaf: Leaf) -> Outcome:
+def _gloo_timeout(job: HorovodJob, leaf: Leaf) -> Outcome:
     shutdown = job.get("stall_shutdown_s", 0)
     if shutdown > job.get("stall_warning_s", 60):
         return approximate("the stall check's seconds to the end are comm.timeout_s")
@@ -271,9 +275,9 @@ def _gloo_timeout(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("log.level", "How much is logged.")
-def _level(job: Job, leaf: Leaf) -> Outcome:
+def _level(job: HorovodJob, leaf: Leaf) -> Outcome:
     level = {"trace": "debug", "fatal": "error"}.get(leaf.value, leaf.value)
     return faster("the same level", log_level=level)
 
 
-fixed("log.time", "performance-only", "lines of a log have the time")
+fixed_rule("log.time", "performance-only", "lines of a log have the time")

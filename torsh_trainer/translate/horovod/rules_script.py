@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torsh_trainer.translate.horovod.job import Job, Leaf, PerProcess
-from torsh_trainer.translate.horovod.rules import fixed, rule
+from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, PerProcess
+from torsh_trainer.translate.horovod.rules import fixed_rule, rule
 from torsh_trainer.translate.outcomes import (
     Outcome,
     approximate,
     dead,
     exact,
     faster,
-    refused,
+    refuse,
 )
 
 _PLUGIN = "the plugin torsh-trainer-horovod trains so: strategy=horovod"
@@ -21,29 +21,27 @@ _PLUGIN = "the plugin torsh-trainer-horovod trains so: strategy=horovod"
 
 
 @rule("engine", "Every process holds the whole model: DistributedDataParallel.")
-def _engine(job: Job, leaf: Leaf) -> Outcome:
+def _engine(job: HorovodJob, leaf: Leaf) -> Outcome:
     why = "every process holds the whole model, and gradients are reduced while backward goes on"
     return Outcome("exact", why, choices={"strategy": "ddp"})
 
 
-fixed("wrapper.names", "exact", "parameters have the names of the model")
+fixed_rule("wrapper.names", "exact", "parameters have the names of the model")
 
 
 @rule("op", "The mean or the sum of the gradients.")
-def _op(job: Job, leaf: Leaf) -> Outcome:
+def _op(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value in (None, "average"):
         return exact("gradients are averaged over processes")
     if leaf.value == "sum":
         return exact("gradients are added up over processes", strategy__op="sum")
     if leaf.value == "adasum":
-        return refused(f"not in this release: Adasum without Horovod; {_PLUGIN} strategy.op=adasum")
-    return refused(
-        f"op={leaf.value}: Horovod takes it, and documents average, sum and adasum alone"
-    )
+        return refuse(f"not in this release: Adasum without Horovod; {_PLUGIN} strategy.op=adasum")
+    return refuse(f"op={leaf.value}: Horovod takes it, and documents average, sum and adasum alone")
 
 
 @rule("compression", "Gradients travel as they are, or in fp16.")
-def _compression(job: Job, leaf: Leaf) -> Outcome:
+def _compression(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value in (None, "none"):
         return exact("gradients travel as they are")
     if job.world_size == 1:
@@ -63,14 +61,14 @@ def _compression(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("passes", "Horovod adds up so many backward passes, and divides by none of them.")
-def _passes(job: Job, leaf: Leaf) -> Outcome:
+def _passes(job: HorovodJob, leaf: Leaf) -> Outcome:
     passes = leaf.value or 1
     divided = job.get("loss.divided_by", 1)
     if not isinstance(divided, int | float) or divided <= 0:
-        return refused(f"the loss is divided by {divided}")
+        return refuse(f"the loss is divided by {divided}")
     scale = passes / divided
     if scale != int(scale) or passes % max(1, int(scale)):
-        return refused(
+        return refuse(
             f"{passes} passes are added up and the loss is divided by {divided:g}: put what is "
             "left of the factor into the task's loss"
         )
@@ -83,7 +81,7 @@ def _passes(job: Job, leaf: Leaf) -> Outcome:
     return Outcome("exact", why, values=values)
 
 
-fixed(
+fixed_rule(
     "passes.changed",
     "refused",
     "not in this release: another number of passes while the job runs",
@@ -91,19 +89,19 @@ fixed(
 
 
 @rule("loss.division", "What the script divides a loss by, beside Horovod's sum of passes.")
-def _division(job: Job, leaf: Leaf) -> Outcome:
+def _division(job: HorovodJob, leaf: Leaf) -> Outcome:
     passes = job.get("backward_passes_per_step", 1)
     if passes == 1:
-        return refused("it is no mean over passes: put the division into the task's loss")
+        return refuse("it is no mean over passes: put the division into the task's loss")
     return exact("together with the number of passes")
 
 
 @rule("predivide", "Dividing by a factor before the sum, and by the rest after it.")
-def _predivide(job: Job, leaf: Leaf) -> Outcome:
+def _predivide(job: HorovodJob, leaf: Leaf) -> Outcome:
     factor = leaf.value if leaf.value is not None else 1.0
     if factor == 1.0:
         return exact("gradients are divided after the sum")
-    if job.given("groups") or job.get("num_groups"):
+    if job.is_given("groups") or job.get("num_groups"):
         return dead("Horovod reduces groups without it")
     if job.get("compression") == "fp16":
         return approximate("the mean is the same; fp16 rounds, and overflows, at another place")
@@ -113,27 +111,29 @@ def _predivide(job: Job, leaf: Leaf) -> Outcome:
     return approximate("the mean is the same, and rounded at another place")
 
 
-fixed("groups", "performance-only", "buckets are made by size; groups change no sum of two ranks")
+fixed_rule(
+    "groups", "performance-only", "buckets are made by size; groups change no sum of two ranks"
+)
 
 
 @rule("sparse", "Sparse gradients of embeddings.")
-def _sparse(job: Job, leaf: Leaf) -> Outcome:
+def _sparse(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value:
         return exact("the same sums; it is for embeddings with sparse=True alone")
     return exact("sparse gradients are reduced as such")
 
 
 @rule("process-sets", "Reducing over some of the processes.")
-def _sets(job: Job, leaf: Leaf) -> Outcome:
+def _sets(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.name == "process_set" and str(leaf.value).rpartition(".")[2] in (
         "None",
         "global_process_set",
     ):
         return exact("all processes")
-    return refused("not in this release: gradients that are reduced over some of the processes")
+    return refuse("not in this release: gradients that are reduced over some of the processes")
 
 
-fixed(
+fixed_rule(
     "process-sets.permission",
     "dead",
     "a permission; what a script does with process sets is refused where it does it",
@@ -141,23 +141,23 @@ fixed(
 
 # -- the start -----------------------------------------------------------------------------------
 
-fixed("script.init", "exact", "every process finds its place by itself")
+fixed_rule("script.init", "exact", "every process finds its place by itself")
 
 
 @rule("script.run", "A script that starts its processes itself.")
-def _run(job: Job, leaf: Leaf) -> Outcome:
+def _run(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value == job.world_size:
         return exact("the launcher starts as many")
     return approximate(f"it starts {leaf.value} processes: state --world-size")
 
 
-fixed(
+fixed_rule(
     "script.communication",
     "approximate",
     "the script's own communication: the trainer averages metrics and losses by itself; what else "
     "it is for belongs into a task",
 )
-fixed(
+fixed_rule(
     "script.join",
     "approximate",
     "processes that run out of batches wait; here an epoch is cut into steps that all have",
@@ -165,7 +165,7 @@ fixed(
 
 
 @rule("script.sync-batchnorm", "Batch normalisation over the samples of all processes.")
-def _sync(job: Job, leaf: Leaf) -> Outcome:
+def _sync(job: HorovodJob, leaf: Leaf) -> Outcome:
     return approximate(
         "in place of every BatchNorm, over the samples of all processes; Horovod's is for GPUs "
         "alone, and nothing proves yet that the two are the same",
@@ -174,7 +174,7 @@ def _sync(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("start.parameters", "Every process starts with rank 0's parameters.")
-def _parameters(job: Job, leaf: Leaf) -> Outcome:
+def _parameters(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value is None:
         return approximate(
             "missing: processes start with their own parameters, the same only where all draw them "
@@ -189,7 +189,7 @@ _DEFAULT_LR |= {"ASGD": 1e-2, "Rprop": 1e-2, "Adamax": 2e-3, "NAdam": 2e-3}
 
 
 @rule("start.optimizer", "A fresh optimizer gets its state by a step with gradients of zero.")
-def _optimizer_state(job: Job, leaf: Leaf) -> Outcome:
+def _optimizer_state(job: HorovodJob, leaf: Leaf) -> Outcome:
     kind = job.get("optimizer")
     decays = job.get("optimizer.weight_decay", 0.01 if kind == "AdamW" else 0) or kind == "ASGD"
     lost = str(leaf.value).startswith("before")
@@ -212,12 +212,12 @@ def _optimizer_state(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("start.buffers", "Every process keeps its own buffers, such as those of BatchNorm.")
-def _buffers(job: Job, leaf: Leaf) -> Outcome:
+def _buffers(job: HorovodJob, leaf: Leaf) -> Outcome:
     return exact("nobody takes rank 0's while training", strategy__broadcast_buffers=False)
 
 
 @rule("start.unused", "Parameters that a step does not reach get gradients of zero.")
-def _unused(job: Job, leaf: Leaf) -> Outcome:
+def _judge_unused(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.world_size == 1:
         why = "one process: Horovod leaves them as they are"
         return exact(why, strategy__find_unused_parameters=True)
@@ -262,11 +262,11 @@ _ANY = {"maximize", "foreach", "fused"}
 
 
 @rule("optimizer.type", "The optimizer of torch, as it is.")
-def _type(job: Job, leaf: Leaf) -> Outcome:
+def _type(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value not in TORCH:
-        return refused(f"torch.optim.{leaf.value}: not in this release, or no optimizer of torch")
+        return refuse(f"torch.optim.{leaf.value}: not in this release, or no optimizer of torch")
     values: dict[str, Any] = {"optimizer.no_decay": False}
-    if job.reproduces and not job.given("optimizer.fused"):
+    if job.reproduces and not job.is_given("optimizer.fused"):
         values["optimizer.fused"] = False  # torch's fused kernels round otherwise
     return Outcome(
         "exact", "the same optimizer", choices={"optimizer": TORCH[leaf.value]}, values=values
@@ -274,7 +274,7 @@ def _type(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("optimizer.lr", "The learning rate, with whatever the script multiplies it by.")
-def _lr(job: Job, leaf: Leaf) -> Outcome:
+def _lr(job: HorovodJob, leaf: Leaf) -> Outcome:
     if isinstance(leaf.value, PerProcess):
         return Outcome(
             "exact",
@@ -285,7 +285,7 @@ def _lr(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("optimizer.option", "Options of the optimizer, as they are.")
-def _option(job: Job, leaf: Leaf) -> Outcome:
+def _option(job: HorovodJob, leaf: Leaf) -> Outcome:
     kind, option = job.get("optimizer"), leaf.name.partition(".")[2]
     if option == "initial_accumulator_value" and kind == "Adagrad":
         why = "wrapping makes another Adagrad, whose sums begin at 0"
@@ -294,15 +294,15 @@ def _option(job: Job, leaf: Leaf) -> Outcome:
         return approximate(why, optimizer__initial_accumulator_value=leaf.value)
     if option in OPTIONS.get(kind, set()) | _ANY:
         return exact("the same option", **{f"optimizer__{option}": leaf.value})
-    return refused(f"{kind} takes no {option} here: remove it")
+    return refuse(f"{kind} takes no {option} here: remove it")
 
 
-fixed(
+fixed_rule(
     "optimizer.groups",
     "refused",
     "groups of parameters that the script makes: name them in optimizer.groups, by pattern",
 )
-fixed(
+fixed_rule(
     "optimizer.several",
     "refused",
     "a second optimizer: a task with build_optimizers trains with several",
@@ -312,24 +312,24 @@ fixed(
 
 
 @rule("data.batch", "Samples of one forward of one process.")
-def _batch(job: Job, leaf: Leaf) -> Outcome:
+def _batch(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value is None:
-        return refused("the loader makes no batches by itself")
+        return refuse("the loader makes no batches by itself")
     slices, passes = job.get("slices"), job.get("backward_passes_per_step", 1)
     if slices is None:
         return exact("samples of one forward of one process", data__micro_batch_size=leaf.value)
     if slices * passes != leaf.value:
-        return refused(f"the loop takes {leaf.value} samples apart by {slices}, in {passes} passes")
+        return refuse(f"the loop takes {leaf.value} samples apart by {slices}, in {passes} passes")
     return exact("samples of a step of one process, which the loop takes apart")
 
 
 @rule("data.slices", "The loop takes a batch apart, one backward pass for each slice.")
-def _slices(job: Job, leaf: Leaf) -> Outcome:
+def _slices(job: HorovodJob, leaf: Leaf) -> Outcome:
     return exact("samples of one forward of one process", data__micro_batch_size=leaf.value)
 
 
 @rule("data.sampler", "Each process has its part of the samples.")
-def _sampler(job: Job, leaf: Leaf) -> Outcome:
+def _sampler(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value:
         return approximate(
             "a new order every epoch, drawn by another rule: other samples stand beside each other",
@@ -344,7 +344,7 @@ def _sampler(job: Job, leaf: Leaf) -> Outcome:
     )
 
 
-fixed(
+fixed_rule(
     "data.own-sampler",
     "approximate",
     "no DistributedSampler: each process reads all samples; here an epoch reads each once",
@@ -352,7 +352,7 @@ fixed(
 
 
 @rule("data.drop-last", "The ragged tail of an epoch.")
-def _drop_last(job: Job, leaf: Leaf) -> Outcome:
+def _drop_last(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.world_size == 1:
         return exact("the same", data__drop_last=leaf.value)
     return approximate(
@@ -363,12 +363,12 @@ def _drop_last(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("data.workers", "Processes that load.")
-def _workers(job: Job, leaf: Leaf) -> Outcome:
+def _workers(job: HorovodJob, leaf: Leaf) -> Outcome:
     return faster("the same number", data__num_workers=leaf.value)
 
 
 @rule("data.pinned", "Page-locked batches.")
-def _pinned(job: Job, leaf: Leaf) -> Outcome:
+def _judge_pinned(job: HorovodJob, leaf: Leaf) -> Outcome:
     return faster("the same", data__pin_memory=leaf.value)
 
 
@@ -376,11 +376,11 @@ def _pinned(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("clip", "Clipping between synchronize() and step(): of the reduced gradient.")
-def _clip(job: Job, leaf: Leaf) -> Outcome:
+def _clip(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.name == "clip_grad_value":
         return exact("every element of the reduced gradient", trainer__max_grad_value=leaf.value)
     if job.get("norm_type", 2) != 2:
-        return refused("not in this release: clipping by another norm than the L2 norm")
+        return refuse("not in this release: clipping by another norm than the L2 norm")
     return exact(
         "the same formula, of the reduced gradient: min(1, clip / (norm + 1e-6))",
         trainer__max_grad_norm=float(leaf.value),
@@ -388,11 +388,11 @@ def _clip(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("clip.norm-type", "Which norm clipping takes.")
-def _norm_type(job: Job, leaf: Leaf) -> Outcome:
-    return refused("not in this release: clipping by another norm than the L2 norm")
+def _norm_type(job: HorovodJob, leaf: Leaf) -> Outcome:
+    return refuse("not in this release: clipping by another norm than the L2 norm")
 
 
-fixed(
+fixed_rule(
     "clip.early",
     "refused",
     "clips while gradients travel, before optimizer.synchronize(): some processes clip their own "
@@ -401,12 +401,12 @@ fixed(
 
 
 @rule("precision.autocast", "Forward in half precision, by autocast.")
-def _autocast(job: Job, leaf: Leaf) -> Outcome:
+def _autocast(job: HorovodJob, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return dead("off")
     low = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}.get(job.get("autocast.dtype"))
     if low is None:
-        return refused(f"autocast to {job.get('autocast.dtype')}")
+        return refuse(f"autocast to {job.get('autocast.dtype')}")
     values: dict[str, Any] = {}
     if low == "fp16" and not job.get("scaler"):
         values["precision.loss_scaling.scale"] = 1.0
@@ -419,12 +419,12 @@ def _autocast(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("precision.dtype", "What autocast computes in.")
-def _dtype(job: Job, leaf: Leaf) -> Outcome:
+def _dtype(job: HorovodJob, leaf: Leaf) -> Outcome:
     return exact("together with autocast") if job.get("autocast") else dead("autocast is off")
 
 
 @rule("precision.scaler", "A loss that is scaled, against underflow in fp16.")
-def _scaler(job: Job, leaf: Leaf) -> Outcome:
+def _scaler(job: HorovodJob, leaf: Leaf) -> Outcome:
     if not leaf.value:
         return dead("off")
     if job.get("autocast") and job.get("autocast.dtype") in ("float16", "half"):
@@ -449,13 +449,11 @@ SCHEDULERS = {
 
 
 @rule("schedule.type", "Schedulers of torch, as they are.")
-def _schedule(job: Job, leaf: Leaf) -> Outcome:
+def _schedule(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.get("interval") == "never":
         return dead("the script never steps it")
     if leaf.value not in SCHEDULERS:
-        return refused(
-            f"{leaf.value}: its rate is a function of the script; write it as a schedule"
-        )
+        return refuse(f"{leaf.value}: its rate is a function of the script; write it as a schedule")
     return Outcome(
         "exact",
         "torch's own",
@@ -465,28 +463,28 @@ def _schedule(job: Job, leaf: Leaf) -> Outcome:
 
 
 @rule("schedule.option", "Options of the scheduler, as they are.")
-def _schedule_option(job: Job, leaf: Leaf) -> Outcome:
+def _schedule_option(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.get("interval") == "never":
         return dead("the script never steps it")
     if job.get("scheduler") not in SCHEDULERS:
-        return refused("its rate is a function of the script")
+        return refuse("its rate is a function of the script")
     option = leaf.name.partition(".")[2]
     if option == "last_epoch" and leaf.value != -1:
-        return refused("a schedule that begins elsewhere: a checkpoint resumes it")
+        return refuse("a schedule that begins elsewhere: a checkpoint resumes it")
     if option == "last_epoch":
         return dead("begins at the first update")
     return exact("the same option", **{f"schedule__options__{option}": leaf.value})
 
 
 @rule("schedule.interval", "Whether the scheduler steps with each update or once an epoch.")
-def _interval(job: Job, leaf: Leaf) -> Outcome:
+def _interval(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value == "never" or job.get("scheduler") not in SCHEDULERS:
         return dead("nothing steps it here")
     return exact("as often as in the script", schedule__interval=leaf.value)
 
 
-fixed("schedule.several", "refused", "a second scheduler: write what both do as one schedule")
-fixed(
+fixed_rule("schedule.several", "refused", "a second scheduler: write what both do as one schedule")
+fixed_rule(
     "schedule.by-hand",
     "refused",
     "the script sets the rate itself: write what it does as a schedule, or as one of torch",

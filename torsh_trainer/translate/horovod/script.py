@@ -17,13 +17,13 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.horovod.values import (
     FUNCTIONS,
     Function,
+    ImportedName,
     Kind,
-    Name,
     Thing,
     Unknown,
-    combined,
-    compared,
-    computed,
+    combine,
+    compare,
+    compute,
     is_number,
     is_plain,
     times,
@@ -53,7 +53,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ScriptReading:
     """What a script does, in the order of a run; ``used`` are the settings that were asked for."""
 
     events: tuple[Event, ...]
@@ -84,7 +84,7 @@ def parse(text: str, *, name: str) -> ast.Module:
         ) from error
     except (RecursionError, MemoryError) as error:
         raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
-    imported = set(_imported(tree))
+    imported = set(_find_imports(tree))
     if not any(module.startswith(HOROVOD) for module in imported):
         other = next((m for m in sorted(imported) if m.startswith(_OTHERS)), None)
         what = f"imports {other}" if other else f"does not import {HOROVOD}"
@@ -94,7 +94,7 @@ def parse(text: str, *, name: str) -> ast.Module:
     return tree
 
 
-def _imported(tree: ast.Module) -> Iterator[str]:
+def _find_imports(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -109,7 +109,7 @@ def read(
     arguments: Mapping[str, Any],
     known: Mapping[str, Any],
     name: str,
-) -> Reading:
+) -> ScriptReading:
     """What the script does on ``size`` processes.
 
     ``arguments`` are those of its command line, by destination or option; ``known`` are values of
@@ -123,7 +123,7 @@ def read(
         walk.module(tree)
     except RecursionError as error:
         raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
-    return Reading(tuple(walk.events), frozenset(walk.used))
+    return ScriptReading(tuple(walk.events), frozenset(walk.used))
 
 
 Scope = dict[str, Any]
@@ -189,7 +189,7 @@ class _Walk:
                 self.imports(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 scope[node.name] = Function(node)
-                self.decorated(node, scope)
+                self.walk_decorators(node, scope)
             case ast.ClassDef():
                 kind = Kind(node)
                 scope[node.name] = kind
@@ -201,7 +201,7 @@ class _Walk:
             case ast.AnnAssign() if node.value is not None:
                 self.assign(node.target, self.value(node.value, scope), scope)
             case ast.AugAssign():
-                self.augmented(node, scope)
+                self.walk_augmented(node, scope)
             case ast.Expr():
                 self.value(node.value, scope)
             case ast.If():
@@ -235,15 +235,15 @@ class _Walk:
             if isinstance(node, ast.Import):
                 first = alias.name.partition(".")[0]
                 full = alias.name if alias.asname else first
-                scope[alias.asname or first] = Name(full)
+                scope[alias.asname or first] = ImportedName(full)
             elif node.module:
-                scope[alias.asname or alias.name] = Name(f"{node.module}.{alias.name}")
+                scope[alias.asname or alias.name] = ImportedName(f"{node.module}.{alias.name}")
 
-    def decorated(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
+    def walk_decorators(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
         for decorator in node.decorator_list:
             target = decorator.func if isinstance(decorator, ast.Call) else decorator
             value = self.value(target, scope)
-            if isinstance(value, Name) and value.dotted.startswith(HOROVOD):
+            if isinstance(value, ImportedName) and value.dotted.startswith(HOROVOD):
                 self.event(value.dotted.removeprefix(HOROVOD + "."), decorator, {})
 
     def assign(self, target: ast.expr, value: Any, scope: Scope) -> None:
@@ -270,13 +270,13 @@ class _Walk:
             case _:
                 pass
 
-    def augmented(self, node: ast.AugAssign, scope: Scope) -> None:
+    def walk_augmented(self, node: ast.AugAssign, scope: Scope) -> None:
         more = self.value(node.value, scope)
         old = self.value(node.target, scope)
         place = _place(node)
         text = ast.unparse(node.target)
         operation = ast.copy_location(ast.BinOp(node.target, node.op, node.value), node)
-        self.assign(node.target, combined(operation, old, more, Unknown(text, place)), scope)
+        self.assign(node.target, combine(operation, old, more, Unknown(text, place)), scope)
 
     def branch(self, node: ast.If, scope: Scope, returned: _Returned) -> bool:
         test = self.value(node.test, scope)
@@ -298,7 +298,7 @@ class _Walk:
         if ended or ended_else:
             merged = other if ended else one
         else:
-            merged = self.merged(one, other, node)
+            merged = self.merge(one, other, node)
         merged = dict(merged)
         scope.clear()
         scope.update(merged)
@@ -317,13 +317,13 @@ class _Walk:
                 return number if whole and number > 0 else None
         return None
 
-    def merged(self, one: Scope, other: Scope, node: ast.If) -> Scope:
+    def merge(self, one: Scope, other: Scope, node: ast.If) -> Scope:
         both: Scope = {}
         for name in {**one, **other}:
             left = one.get(name, other.get(name))
             right = other.get(name, left)
             same = left is right or (is_plain(left) and is_plain(right) and left == right)
-            same = same or (isinstance(left, Name | Unknown) and left == right)
+            same = same or (isinstance(left, ImportedName | Unknown) and left == right)
             both[name] = left if same else Unknown(name, _place(node), _division(left, right))
         return both
 
@@ -337,12 +337,12 @@ class _Walk:
         else:
             over = self.value(node.iter, scope)
             self.assign(node.target, self.unknown(node.target), scope)
-            self.looped(over, node)
+            self.walk_loop(over, node)
         self.block(node.body, scope, returned)
         self.around = kept
         self.block(node.orelse, scope, returned)
 
-    def looped(self, over: Any, node: ast.For | ast.AsyncFor) -> None:
+    def walk_loop(self, over: Any, node: ast.For | ast.AsyncFor) -> None:
         if isinstance(over, Thing) and over.kind == "loader":
             self.event("loop.loader", node, {"loader": over})
         if isinstance(over, Thing) and over.kind == "range" and len(over.facts["of"]) == 3:
@@ -365,21 +365,21 @@ class _Walk:
             case ast.Name():
                 if node.id in scope:
                     return scope[node.id]
-                return self.globals.get(node.id, Name(node.id))
+                return self.globals.get(node.id, ImportedName(node.id))
             case ast.Attribute():
                 return self.attribute(node, scope)
             case ast.Call():
                 return self.call(node, scope)
             case ast.BinOp():
                 left, right = self.value(node.left, scope), self.value(node.right, scope)
-                return combined(node, left, right, self.unknown(node))
+                return combine(node, left, right, self.unknown(node))
             case ast.UnaryOp():
                 return self.unary(node, scope)
             case ast.BoolOp():
                 return self.boolean(node, scope)
             case ast.Compare():
                 values = [self.value(part, scope) for part in (node.left, *node.comparators)]
-                return compared(node, values, self.unknown(node))
+                return compare(node, values, self.unknown(node))
             case ast.IfExp():
                 truth = _truth(self.value(node.test, scope))
                 if truth is None:
@@ -447,8 +447,8 @@ class _Walk:
 
     def attribute(self, node: ast.Attribute, scope: Scope) -> Any:
         owner = self.value(node.value, scope)
-        if isinstance(owner, Name):
-            return Name(f"{owner.dotted}.{node.attr}")
+        if isinstance(owner, ImportedName):
+            return ImportedName(f"{owner.dotted}.{node.attr}")
         if isinstance(owner, Thing):
             if node.attr in owner.facts:
                 return owner.facts[node.attr]
@@ -467,21 +467,21 @@ class _Walk:
     def call(self, node: ast.Call, scope: Scope) -> Any:
         if isinstance(node.func, ast.Attribute):
             owner = self.value(node.func.value, scope)
-            if not isinstance(owner, Name):
+            if not isinstance(owner, ImportedName):
                 return self.method(owner, node.func.attr, node, scope)
-            target: Any = Name(f"{owner.dotted}.{node.func.attr}")
+            target: Any = ImportedName(f"{owner.dotted}.{node.func.attr}")
         else:
             target = self.value(node.func, scope)
-        args, named = self.given(node, scope)
+        args, named = self.read_arguments(node, scope)
         if isinstance(target, Function):
             return self.call_function(target, args, named, node)
         if isinstance(target, Kind):
             return self.make(target, args, named, node)
-        if isinstance(target, Name):
+        if isinstance(target, ImportedName):
             return self.call_name(target.dotted, args, named, node)
         return self.unknown(node)
 
-    def given(self, node: ast.Call, scope: Scope) -> tuple[list[Any], dict[str, Any]]:
+    def read_arguments(self, node: ast.Call, scope: Scope) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
         for arg in node.args:
             if isinstance(arg, ast.Starred):
@@ -508,7 +508,7 @@ class _Walk:
         nothing = Unknown(f"{name}(...)", _place(node))
         if name in self.around.calls or len(self.around.calls) > _DEEPEST_CALLS:
             return nothing
-        scope = dict(_bound(definition, args, named, self))
+        scope = dict(_bind_arguments(definition, args, named, self))
         kept = self.around
         self.around = replace(kept, calls=(*kept.calls, name))
         returned = _Returned()
@@ -528,7 +528,7 @@ class _Walk:
     def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
         otherwise = self.unknown(node)
         if dotted in FUNCTIONS and not named and args and all(map(is_plain, args)):
-            return computed(FUNCTIONS[dotted], *args, otherwise=otherwise)
+            return compute(FUNCTIONS[dotted], *args, otherwise=otherwise)
         if dotted in _RUN:
             facts = _by_name(("function", "args", "kwargs", "np"), args, named)
             self.event("horovod.run", node, facts)
@@ -600,10 +600,10 @@ class _Walk:
         return self.unknown(node)
 
     def method(self, owner: Any, name: str, node: ast.Call, scope: Scope) -> Any:
-        args, named = self.given(node, scope)
+        args, named = self.read_arguments(node, scope)
         otherwise = self.unknown(node)
         if name == "backward" and not isinstance(owner, Thing):
-            self.event("backward", node, {"divided": _divided(owner)})
+            self.event("backward", node, {"divided": _division_of(owner)})
         if name in ("div", "div_") and isinstance(owner, Unknown) and args:
             result = replace(otherwise, divided=times(owner.divided, args[0]))
             if name == "div_" and isinstance(node.func, ast.Attribute):
@@ -626,7 +626,7 @@ class _Walk:
         if owner.kind == "parser":
             return self.of_parser(owner, name, args, named, node)
         if owner.kind == "scaler" and name == "scale" and args:
-            return replace(otherwise, divided=_divided(args[0]))
+            return replace(otherwise, divided=_division_of(args[0]))
         if owner.kind == "scheduler" and name == "step":
             self.event("scheduler.step", node, {"scheduler": owner, "args": args})
         steps = owner.kind == "scaler" and name == "step"
@@ -700,20 +700,20 @@ def _place(node: ast.AST) -> Place:
 
 def _truth(value: Any) -> bool | None:
     """Whether a condition holds; None where that cannot be told."""
-    if isinstance(value, Unknown | Name):
+    if isinstance(value, Unknown | ImportedName):
         return None
     if isinstance(value, Thing | Function | Kind):
         return True
     return bool(value)
 
 
-def _divided(value: Any) -> Any:
+def _division_of(value: Any) -> Any:
     return value.divided if isinstance(value, Unknown) else 1
 
 
 def _division(left: Any, right: Any) -> Any:
     """By what a number was divided that two branches leave differently."""
-    one, other = _divided(left), _divided(right)
+    one, other = _division_of(left), _division_of(right)
     return one if one == other else Unknown("the loss", Place())
 
 
@@ -721,7 +721,7 @@ def _by_name(order: Sequence[str], args: list[Any], named: Mapping[str, Any]) ->
     return {**dict(zip(order, args, strict=False)), **named}
 
 
-def _bound(
+def _bind_arguments(
     node: ast.FunctionDef | ast.AsyncFunctionDef,
     args: list[Any],
     named: Mapping[str, Any],
@@ -760,25 +760,29 @@ def _declare(
     switched = {"store_true": False, "store_false": True}.get(str(action))
     default = named.get("default", switched)
     kind = named.get("type")
-    if isinstance(default, str) and isinstance(kind, Name) and kind.dotted in ("int", "float"):
-        default = computed(FUNCTIONS[kind.dotted], default, otherwise=Unknown(name, Place()))
+    if (
+        isinstance(default, str)
+        and isinstance(kind, ImportedName)
+        and kind.dotted in ("int", "float")
+    ):
+        default = compute(FUNCTIONS[kind.dotted], default, otherwise=Unknown(name, Place()))
     given = next((flag for flag in flags if flag in walk.arguments), None)
     if given is not None:
         walk.used.add(given)
-        default = _worded(walk.arguments[given], kind, switched, named.get("const"))
+        default = _read_word(walk.arguments[given], kind, switched, named.get("const"))
     required = default is None and "default" not in named
     if required and (named.get("required") or not long.startswith("-")):
         default = Unknown(f"args.{name}", Place())
     defaults[name] = default
 
 
-def _worded(raw: Any, kind: Any, switched: bool | None, const: Any) -> Any:
+def _read_word(raw: Any, kind: Any, switched: bool | None, const: Any) -> Any:
     """What a word of the command line is for the script."""
     if switched is not None:
         return not switched
     if raw is True and const is not None:
         return const
     types: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str}
-    if isinstance(kind, Name) and kind.dotted in types:
-        return computed(types[kind.dotted], raw, otherwise=Unknown(str(raw), Place()))
+    if isinstance(kind, ImportedName) and kind.dotted in types:
+        return compute(types[kind.dotted], raw, otherwise=Unknown(str(raw), Place()))
     return raw

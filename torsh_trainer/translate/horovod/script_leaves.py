@@ -11,8 +11,8 @@ from typing import Any
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.translate.horovod import script
 from torsh_trainer.translate.horovod.job import Leaf, PerProcess, Problem
-from torsh_trainer.translate.horovod.script import Event, Reading
-from torsh_trainer.translate.horovod.values import Name, Thing, Unknown, is_number, is_plain
+from torsh_trainer.translate.horovod.script import Event, ScriptReading
+from torsh_trainer.translate.horovod.values import ImportedName, Thing, Unknown, is_number, is_plain
 from torsh_trainer.translate.horovod.yaml_files import ARGUMENTS, argument_problem, plain_name
 from torsh_trainer.translate.nodes import Place
 
@@ -148,7 +148,9 @@ def _linear(values: Sequence[Any]) -> bool:
 
 
 class _Leaves:
-    def __init__(self, reading: Reading, settings: Mapping[str, Any], file: str, name: str) -> None:
+    def __init__(
+        self, reading: ScriptReading, settings: Mapping[str, Any], file: str, name: str
+    ) -> None:
         self.reading, self.settings, self.file, self.name = reading, settings, file, name
         self.leaves: list[Leaf] = []
         self.problems: list[Problem] = []
@@ -196,11 +198,11 @@ class _Leaves:
             ):
                 self.add(dotted, key, as_written(value), event, ARGUMENTS[key])
             else:
-                value = as_written(value) if isinstance(value, Name) else value
+                value = as_written(value) if isinstance(value, ImportedName) else value
                 self.argument(dotted, key, value, event)
 
     def argument(self, dotted: str, key: str, value: Any, event: Event) -> None:
-        known = self.known(dotted, value, event)
+        known = self.find_value(dotted, value, event)
         if known is None:
             return
         wrong = argument_problem(key, known[0])
@@ -363,7 +365,11 @@ class _Leaves:
                 enabled = event.facts.get("enabled", True)
                 self.add("autocast.enabled", "autocast", enabled, event, "precision.autocast")
                 dtype = event.facts.get("dtype")
-                name = dtype.dotted.rpartition(".")[2] if isinstance(dtype, Name) else "float16"
+                name = (
+                    dtype.dotted.rpartition(".")[2]
+                    if isinstance(dtype, ImportedName)
+                    else "float16"
+                )
                 self.add("autocast.dtype", "autocast.dtype", name, event, "precision.dtype")
         for event in self.reading.all("GradScaler")[:1]:
             if self.certain(event, "GradScaler"):
@@ -438,7 +444,7 @@ class _Leaves:
         self.problem(event.place, what, f"state it: --set '{event.under}=true' (or false)")
         return False
 
-    def known(self, key: str, value: Any, event: Event) -> tuple[Any, str] | None:
+    def find_value(self, key: str, value: Any, event: Event) -> tuple[Any, str] | None:
         """(value, note), from ``--set`` where it says; a value that cannot be told is a problem."""
         if key in self.settings:
             self.used.add(key)
@@ -451,7 +457,7 @@ class _Leaves:
         return None
 
     def add(self, key: str, name: str, value: Any, event: Event, rule: str) -> None:
-        known = self.known(key, value, event)
+        known = self.find_value(key, value, event)
         if known is not None:
             value, note = known
             self.leaves.append(Leaf(key, name, value, event.place, rule, self.file, note=note))
@@ -466,7 +472,7 @@ def as_written(value: Any) -> Any:
         return value
     if isinstance(value, Unknown):
         return value.text
-    return value.dotted if isinstance(value, Name) else getattr(value, "kind", "...")
+    return value.dotted if isinstance(value, ImportedName) else getattr(value, "kind", "...")
 
 
 def _positional(kind: str, args: Sequence[Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torsh_trainer.translate.rule_plugins import collect_additions
+
 
 class Mismatch(ValueError):
     """The value is not what the setting takes; the text says what would be."""
@@ -142,10 +144,21 @@ OLDER = {
 
 
 @cache
+def collect_settings() -> tuple[Setting, ...]:
+    """Settings that plugins add; one takes the place of ours where it has a name of it.
+
+    Raises:
+        ConfigError: two plugins add the same.
+    """
+    added = collect_additions("SETTINGS", lambda found: ((one.name, one) for one in found))
+    return tuple(added.values())
+
+
+@cache
 def by_flag() -> dict[str, tuple[Setting, bool]]:
     """Option of horovodrun -> its setting, and whether it switches it on."""
     found: dict[str, tuple[Setting, bool]] = {}
-    for setting in (*TUNED, *LAUNCH):
+    for setting in (*TUNED, *LAUNCH, *collect_settings()):
         found |= dict.fromkeys(setting.flags, (setting, True))
         found |= dict.fromkeys(setting.off, (setting, False))
     return found
@@ -154,7 +167,7 @@ def by_flag() -> dict[str, tuple[Setting, bool]]:
 @cache
 def by_key() -> dict[str, Setting]:
     """Dotted key of the YAML file -> its setting."""
-    return {setting.key: setting for setting in TUNED if setting.key}
+    return {setting.key: setting for setting in (*TUNED, *collect_settings()) if setting.key}
 
 
 @cache
@@ -162,7 +175,7 @@ def by_variable() -> dict[str, Setting]:
     """Variable -> its setting."""
     return {
         variable: setting
-        for setting in (*TUNED, *LAUNCH, *ENVIRONMENT)
+        for setting in (*TUNED, *LAUNCH, *ENVIRONMENT, *collect_settings())
         for variable in setting.variable.split()
     }
 

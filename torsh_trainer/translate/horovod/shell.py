@@ -43,7 +43,7 @@ def commands(text: str, *, name: str, known: Mapping[str, str]) -> Iterator[Comm
     values = dict(known)
     for words in _split(text, name):
         variables: dict[str, Word] = {}
-        rest = [_expanded(raw, place, values) for raw, place in words]
+        rest = [_expand(raw, place, values) for raw, place in words]
         while rest and (match := _ASSIGNMENT.fullmatch(rest[0].text)):
             variables[match[1]] = Word(match[2], rest[0].place, rest[0].open)
             rest = rest[1:]
@@ -124,7 +124,7 @@ def _end_of_word(text: str, at: int, name: str, place: Place) -> int:
     return len(text)
 
 
-def _expanded(raw: str, place: Place, values: Mapping[str, str]) -> Word:
+def _expand(raw: str, place: Place, values: Mapping[str, str]) -> Word:
     """Without its quotation marks, and with variables replaced by what they are."""
     text, opened = "", ""
     for part in re.findall(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|[^'\"\\]+|.", raw, re.DOTALL):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate import yaml_places
 from torsh_trainer.translate.horovod import launch, script_leaves, yaml_files
-from torsh_trainer.translate.horovod.job import ELASTIC, Job, Leaf, Options, Problem, refuse
+from torsh_trainer.translate.horovod.job import ELASTIC, HorovodJob, Leaf, Options, Problem, refuse
 from torsh_trainer.translate.horovod.launch import Launch
 from torsh_trainer.translate.horovod.shell import Word
 from torsh_trainer.translate.reading import text_of
@@ -20,6 +20,10 @@ from torsh_trainer.translate.reading import text_of
 Sort = Literal["launch", "config", "wrapper", "environment", "script"]
 """What a file of Horovod's is."""
 
+READS = (
+    "for Horovod a line with horovodrun, its --config-file, HOROVOD_ variables as KEY=VALUE, the "
+    "arguments of DistributedOptimizer as YAML, or a Python script that imports horovod.torch"
+)
 _ENVIRONMENT = re.compile(r"^\s*(export\s+)?HOROVOD_\w+=", re.MULTILINE)
 _PYTHON = re.compile(r"^#!.*\bpython|^\s*(import|from)\s+horovod\b", re.MULTILINE)
 
@@ -49,7 +53,7 @@ def _sort_of_yaml(path: Path, text: str) -> Sort | None:
     return "config" if yaml_files.is_config(root) else None
 
 
-def job_of(source: str | Path, options: Options) -> Job:
+def job_of(source: str | Path, options: Options) -> HorovodJob:
     """The job that ``source``, and ``options.command`` beside it, describe.
 
     Raises:
@@ -65,19 +69,9 @@ def job_of(source: str | Path, options: Options) -> Job:
         text = text_of(path)
         sort = sort_of(path, text)
         if sort is None:
-            raise unknown_kind(path)
+            raise ConfigError(f"{path} is no job on Horovod", fix=f"name {READS}")
         reading.read(sort, path, text)
     return reading.job(name)
-
-
-def unknown_kind(path: Path) -> ConfigError:
-    """The error for a file that is nothing that ``translate`` knows."""
-    return ConfigError(
-        f"{path} is nothing that translate knows",
-        fix="it reads DeepSpeed's JSON, Accelerate's and GPT-NeoX's YAML; and for Horovod a line "
-        "with horovodrun, its --config-file, HOROVOD_ variables as KEY=VALUE, the arguments of "
-        "DistributedOptimizer as YAML, or a Python script that imports horovod.torch",
-    )
 
 
 class _Reading:
@@ -120,10 +114,10 @@ class _Reading:
         self.take((self.started.leaves, self.started.problems))
         self.arguments = _arguments(self.started.arguments)
         if self.started.config_file is not None:
-            path = self.needed("--config-file", self.started.config_file, beside)
+            path = self.find_needed("--config-file", self.started.config_file, beside)
             self.read("config", path, text_of(path), file=self.started.config_file)
         if self.started.hostfile is not None:
-            path = self.needed("--hostfile", self.started.hostfile, beside)
+            path = self.find_needed("--hostfile", self.started.hostfile, beside)
             self.take(launch.hostfile(text_of(path), file=self.started.hostfile))
         if self.started.script is not None:
             named = self.started.script.text
@@ -131,7 +125,7 @@ class _Reading:
             if script is not None:
                 self.read("script", script, text_of(script), file=named)
 
-    def needed(self, option: str, named: str, folder: Path | None) -> Path:
+    def find_needed(self, option: str, named: str, folder: Path | None) -> Path:
         """A file that an option of the launch line names.
 
         Raises:
@@ -145,7 +139,7 @@ class _Reading:
             )
         return path
 
-    def job(self, name: str) -> Job:
+    def job(self, name: str) -> HorovodJob:
         size = self.world_size(name)
         if self.pending is not None:
             path, text, file = self.pending
@@ -154,7 +148,7 @@ class _Reading:
         leaves = _with_precedence(self.leaves)
         keys = [leaf.key for leaf in leaves]
         script_leaves.check_used(self.settings, frozenset(self.used), keys)
-        return Job(name, self.options, tuple(leaves), self.warnings, size, self.script)
+        return HorovodJob(name, self.options, tuple(leaves), self.warnings, size, self.script)
 
     def world_size(self, name: str) -> int | None:
         stated = self.options.world_size

@@ -6,14 +6,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.translate.horovod import rules_launch, rules_script
-from torsh_trainer.translate.horovod.job import Job, Leaf, Options, PerProcess
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.translate.base import TranslationRequest, Translator
+from torsh_trainer.translate.horovod import rules_launch, rules_script, versions
+from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, Options, PerProcess
 from torsh_trainer.translate.horovod.rules import RULES, Rule
-from torsh_trainer.translate.horovod.source import job_of
+from torsh_trainer.translate.horovod.source import READS, job_of, sort_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
 from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan
-from torsh_trainer.translate.proofs import proved_by
+from torsh_trainer.translate.proofs import find_proofs
+from torsh_trainer.translate.reading import exists, text_of
 
 RULE_MODULES = (rules_launch, rules_script)
 """Importing them enters their rules."""
@@ -42,10 +45,12 @@ def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
     """
     job = job_of(source, options)
     ledger = Ledger()
-    choices: dict[str, str] = {}
+    choices = {"precision": "fp32"}  # said, since silence is auto
     values: dict[str, Any] = {}
     for leaf in job.leaves:
-        ledger.enter(leaf.key, _shown(leaf.value), line=leaf.place.line, column=leaf.place.column)
+        ledger.enter(
+            leaf.key, _report_value(leaf.value), line=leaf.place.line, column=leaf.place.column
+        )
     for leaf, given in [(leaf, True) for leaf in job.leaves] + [(d, False) for d in _defaults(job)]:
         rule = RULES[_OVERRIDDEN if leaf.over else leaf.rule]
         outcome = rule.apply(job, leaf)
@@ -70,11 +75,11 @@ def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
     )
 
 
-def _defaults(job: Job) -> Iterator[Leaf]:
+def _defaults(job: HorovodJob) -> Iterator[Leaf]:
     for key, name, value, rule in _DEFAULTS:
-        if not job.given(name):
+        if not job.is_given(name):
             yield Leaf(key, name, value, Place(), rule)
-    if job.script and not job.given("broadcast_parameters"):
+    if job.script and not job.is_given("broadcast_parameters"):
         yield Leaf(
             "broadcast_parameters", "broadcast_parameters", None, Place(), "start.parameters"
         )
@@ -83,7 +88,7 @@ def _defaults(job: Job) -> Iterator[Leaf]:
 def _finding(leaf: Leaf, rule: Rule, outcome: Outcome, *, given: bool) -> Finding:
     return Finding(
         key=leaf.key,
-        value=_shown(leaf.value),
+        value=_report_value(leaf.value),
         line=leaf.place.line,
         column=leaf.place.column,
         verdict=outcome.verdict,
@@ -93,11 +98,11 @@ def _finding(leaf: Leaf, rule: Rule, outcome: Outcome, *, given: bool) -> Findin
         engine_takes=outcome.engine_takes,
         given=given,
         file=leaf.file,
-        proved_by=proved_by("horovod", rule.id, outcome.verdict),
+        proved_by=find_proofs("horovod", rule.id, outcome.verdict),
     )
 
 
-def _shown(value: Any) -> Any:
+def _report_value(value: Any) -> Any:
     if isinstance(value, PerProcess):
         return str(value)
     if isinstance(value, tuple):
@@ -105,7 +110,7 @@ def _shown(value: Any) -> Any:
     return value
 
 
-def _dtypes(job: Job, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
+def _dtypes(job: HorovodJob, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
     half = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
     low = half.get(job.get("autocast.dtype", ""), "fp32") if job.get("autocast") else ""
     computes = f"{low} by autocast" if low else "fp32"
@@ -121,7 +126,7 @@ def _dtypes(job: Job, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
     )
 
 
-def _memory(job: Job) -> Memory | None:
+def _memory(job: HorovodJob) -> Memory | None:
     """Bytes per parameter and process, for an Adam: both hold all of it."""
     if job.get("optimizer") not in ("Adam", "AdamW"):
         return None
@@ -159,18 +164,56 @@ def original(source: str | Path, options: Options = AS_IT_STANDS) -> dict[str, A
     }
     if isinstance(job.get("groups"), int):
         found["wrapper"]["groups"] = job.get("groups")
-    if job.given("optimizer"):
+    if job.is_given("optimizer"):
         found["optimizer"] = {"class": job.get("optimizer"), "options": _options(job, "optimizer.")}
-    if job.given("scheduler") and job.get("interval") != "never":
+    if job.is_given("scheduler") and job.get("interval") != "never":
         options_of = _options(job, "scheduler.")
         found["scheduler"] = {"class": job.get("scheduler"), "options": options_of}
         found["interval"] = job.get("interval")
     return found
 
 
-def _options(job: Job, beginning: str) -> dict[str, Any]:
+def _options(job: HorovodJob, beginning: str) -> dict[str, Any]:
     return {
         leaf.name.removeprefix(beginning): leaf.value
         for leaf in job.leaves
         if leaf.name.startswith(beginning) and not leaf.over
     }
+
+
+class HorovodTranslator(Translator):
+    """A job on Horovod: the line that starts it, its settings, its script."""
+
+    name = "horovod"
+    title = "Horovod"
+    reads = READS
+    priority = 20
+    original = "torsh_trainer_horovod.original"
+
+    def recognises(self, source: Path, command: str | None) -> bool:
+        if command is not None:
+            return True
+        if not exists(source) or source.is_dir() or source.suffix.lower() == ".json":
+            return False
+        return sort_of(source, text_of(source)) is not None
+
+    def translate(self, source: str | Path, asked: TranslationRequest) -> Plan:
+        return translate(source, _make_options(asked))
+
+    def content(self, source: str | Path, asked: TranslationRequest) -> dict[str, Any]:
+        return original(source, _make_options(asked))
+
+
+def _make_options(asked: TranslationRequest) -> Options:
+    if asked.context != "raw":
+        raise ConfigError(
+            f"--context {asked.context} is about DeepSpeed's files", fix="leave it out"
+        )
+    return Options(
+        asked.world_size,
+        versions.parse(asked.version),
+        asked.mode,
+        asked.lenient,
+        asked.settings or {},
+        asked.command,
+    )

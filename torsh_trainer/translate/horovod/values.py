@@ -22,7 +22,7 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Name:
+class ImportedName:
     """Something imported, by its full name: ``torch.optim.SGD``."""
 
     dotted: str
@@ -117,10 +117,10 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, PLAIN)
 
 
-def combined(node: ast.BinOp, left: Any, right: Any, otherwise: Unknown) -> Any:
+def combine(node: ast.BinOp, left: Any, right: Any, otherwise: Unknown) -> Any:
     """``left op right``; of an unknown number it is remembered by what it was divided."""
     if is_number(left) and is_number(right) and _small(node.op, left, right):
-        return computed(_BINARY.get(type(node.op)), left, right, otherwise=otherwise)
+        return compute(_BINARY.get(type(node.op)), left, right, otherwise=otherwise)
     if isinstance(node.op, ast.Add) and type(left) is type(right) and _joins(left, right):
         return left + right
     if isinstance(left, Unknown) and isinstance(node.op, ast.Div):
@@ -139,19 +139,19 @@ def times(divided: Any, more: Any) -> Any:
     return more if divided == 1 else divided
 
 
-def compared(node: ast.Compare, values: list[Any], otherwise: Unknown) -> Any:
+def compare(node: ast.Compare, values: list[Any], otherwise: Unknown) -> Any:
     """A chain of comparisons."""
     if not all(is_plain(value) for value in values):
         return otherwise
     result: Any = True
     for op, left, right in zip(node.ops, values, values[1:], strict=False):
-        result = computed(_COMPARED.get(type(op)), left, right, otherwise=otherwise)
+        result = compute(_COMPARED.get(type(op)), left, right, otherwise=otherwise)
         if isinstance(result, Unknown) or not result:
             return result
     return result
 
 
-def computed(function: Callable[..., Any] | None, *values: Any, otherwise: Unknown) -> Any:
+def compute(function: Callable[..., Any] | None, *values: Any, otherwise: Unknown) -> Any:
     """``function(*values)``, where it has a value."""
     if function is None:
         return otherwise

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torsh_trainer.translate.horovod import settings
 from torsh_trainer.translate.horovod.job import Leaf, Problem, near
 from torsh_trainer.translate.horovod.settings import Mismatch
-from torsh_trainer.translate.nodes import Entry, Node, leaves
-
-BLOCKS = frozenset(key.partition(".")[0] for key in settings.by_key())
-"""Keys on the outermost level of a ``--config-file``."""
+from torsh_trainer.translate.nodes import MappingEntry, Node, leaves
 
 WRAPPER = "DistributedOptimizer"
 ARGUMENTS = {
@@ -37,9 +35,15 @@ FOREIGN = (
 """Arguments that Horovod has for TensorFlow and Keras alone."""
 
 
+@cache
+def _blocks() -> frozenset[str]:
+    """Keys on the outermost level of a ``--config-file``."""
+    return frozenset(key.partition(".")[0] for key in settings.by_key())
+
+
 def is_config(root: Node) -> bool:
     """It looks like what ``--config-file`` takes."""
-    return bool(BLOCKS & set(root.value))
+    return bool(_blocks() & set(root.value))
 
 
 def is_wrapper(root: Node) -> bool:
@@ -59,13 +63,13 @@ def config(root: Node, *, file: str = "") -> tuple[list[Leaf], list[Problem]]:
         if key in settings.OLDER:
             found.append(Leaf(key, key, value, place, "older", file))
         elif setting is None:
-            if key in BLOCKS and value in ({}, None):
+            if key in _blocks() and value in ({}, None):
                 found.append(Leaf(key, key, value, place, "block.empty", file))
                 continue
             found.append(Leaf(key, key, value, place, "unknown", file))
             what = f"Horovod knows no key {key!r}"
             advice = _advice(key)
-            problems.append(Problem(file, place, what, advice, overlooked=key not in BLOCKS))
+            problems.append(Problem(file, place, what, advice, overlooked=key not in _blocks()))
         elif value is None:
             found.append(Leaf(key, key, value, place, "block.empty", file))
         else:
@@ -84,14 +88,14 @@ def _advice(key: str) -> str:
     homes = [known for known in settings.by_key() if known.rpartition(".")[2] == last]
     if homes and homes[0] != key:
         return f"did you mean {homes[0]!r}?"
-    return near(key, {*settings.by_key(), *BLOCKS})
+    return near(key, {*settings.by_key(), *_blocks()})
 
 
 def wrapper(root: Node, *, file: str = "") -> tuple[list[Leaf], list[Problem]]:
     """The leaves of the arguments of ``DistributedOptimizer``, alone or under that name."""
     found: list[Leaf] = []
     problems: list[Problem] = []
-    entries: dict[str, Entry] = dict(root.value)
+    entries: dict[str, MappingEntry] = dict(root.value)
     if WRAPPER in entries and entries[WRAPPER].node.is_mapping:
         entries |= entries.pop(WRAPPER).node.value
     for key, entry in entries.items():
@@ -109,7 +113,7 @@ def wrapper(root: Node, *, file: str = "") -> tuple[list[Leaf], list[Problem]]:
     return found, problems
 
 
-def argument(key: str, value: Any, entry: Entry, file: str) -> Leaf:
+def argument(key: str, value: Any, entry: MappingEntry, file: str) -> Leaf:
     """A leaf of the optimizer's arguments; op and compression by their last names."""
     return Leaf(key, key, plain_name(key, value), entry.place, ARGUMENTS[key], file)
 

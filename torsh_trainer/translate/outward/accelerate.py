@@ -16,7 +16,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.outward.native import (
     Native,
     Outcome,
-    Table,
+    RuleTable,
     approximate,
     dead,
     enter_scripts,
@@ -24,15 +24,15 @@ from torsh_trainer.translate.outward.native import (
     exact,
     faster,
     off,
-    refused,
+    refuse,
 )
 from torsh_trainer.translate.plan import Plan
-from torsh_trainer.translate.recipe import nested
+from torsh_trainer.translate.recipe import nest
 
 VERSION = "1.15"
 """The release of Accelerate that was read."""
 
-TABLE = Table("accelerate-fsdp")
+TABLE = RuleTable("accelerate-fsdp")
 _FIXED: Mapping[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
     "debug": False,
@@ -79,7 +79,7 @@ def to_accelerate(native: Native) -> Plan:
 
 def text_of(plan: Plan) -> str:
     """The file."""
-    return yaml.safe_dump(nested({**_FIXED, **plan.values}), sort_keys=True)
+    return yaml.safe_dump(nest({**_FIXED, **plan.values}), sort_keys=True)
 
 
 # -- how the model is cut ------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _groups(native: Native, key: str, value: Any) -> Outcome:
     if value is None:
         return exact("shards lie over all processes")
     if native.processes is None:
-        return refused("how many replicas there are depends on launcher.num_processes: state it")
+        return refuse("how many replicas there are depends on launcher.num_processes: state it")
     prefix = "parallelism_config.parallelism_config_dp"
     written = {
         f"{prefix}_shard_size": value,
@@ -139,17 +139,20 @@ def _by_size(native: Native, key: str, value: Any) -> Outcome:
 
 
 @TABLE.rule("strategy.find_unused_parameters")
-def _unused(native: Native, key: str, value: Any) -> Outcome:
+def _judge_unused(native: Native, key: str, value: Any) -> Outcome:
     if not value:
         return dead("off")
+    if value == "auto":
+        return dead("off: accelerate measures nothing, and dynamo_backend: INDUCTOR switches it on")
     return approximate("FSDP2 by itself wants the same forward on every process")
 
 
-TABLE.fixed(
+TABLE.fixed_rules(
     "performance-only",
     "FSDP2 and the script choose when to gather and to reduce",
     "strategy.wrap_min_bytes",
     "strategy.prefetch_depth",
+    "strategy.gather_in_compute_dtype",
     "strategy.reduce_every_micro_batch",
     "trainer.checkpoint_modules",
     "trainer.compile_options",
@@ -163,6 +166,8 @@ def _recompute(native: Native, key: str, value: Any) -> Outcome:
 
 @TABLE.rule("trainer.compile")
 def _compile(native: Native, key: str, value: Any) -> Outcome:
+    if value == "auto":
+        return faster("off: Accelerate measures nothing")
     if not value:
         return dead("off")
     return faster("torch.compile", dynamo_config__dynamo_backend="INDUCTOR")
@@ -171,7 +176,7 @@ def _compile(native: Native, key: str, value: Any) -> Outcome:
 @TABLE.rule("launcher.num_processes")
 def _processes(native: Native, key: str, value: Any) -> Outcome:
     if type(value) is not int:
-        return refused(
+        return refuse(
             "Accelerate takes no file that does not count them: state launcher.num_processes, or "
             "give accelerate launch --num_processes"
         )
@@ -182,7 +187,7 @@ def _processes(native: Native, key: str, value: Any) -> Outcome:
 
 
 def _low(native: Native) -> str:
-    return str(native.get("precision.compute", "fp32"))
+    return native.computes
 
 
 @TABLE.rule("precision")
@@ -191,7 +196,7 @@ def _precision(native: Native, key: str, value: Any) -> Outcome:
     if low == "fp32":
         return exact("fp32", mixed_precision="no")
     if native.get("precision.params") == "fp32":
-        why = f"{low} parameters and autocast beside them; here autocast alone"
+        why = f"{native.by_auto}{low} parameters and autocast beside them; here autocast alone"
     else:
         why = f"{low} over fp32 masters, as here, and autocast around the forward"
     return approximate(why, mixed_precision=low)
@@ -203,7 +208,7 @@ def _reduce(native: Native, key: str, value: Any) -> Outcome:
     if value == own:
         return exact("gradients travel in it")
     if own == "fp32":
-        return refused(f"gradients travel in fp32, not in {value}")
+        return refuse(f"gradients travel in fp32, not in {value}")
     return approximate(f"gradients travel in {own}")
 
 
@@ -214,7 +219,7 @@ def _scaling(native: Native, key: str, value: Any) -> Outcome:
         return exact("torch's own")
     if name == "min_scale":
         return approximate("torch's scaler has no floor")
-    return refused("torch's scaler is the script's", script="GradScalerKwargs(...)")
+    return refuse("torch's scaler is the script's", script="GradScalerKwargs(...)")
 
 
 # -- what the script says ------------------------------------------------------------------------
@@ -225,14 +230,14 @@ def _clipping(native: Native, key: str, value: Any) -> Outcome:
     if value is None:
         return exact("off")
     call = f"accelerator.clip_grad_norm_(model.parameters(), {value})"
-    return refused("the script clips", script=call)
+    return refuse("the script clips", script=call)
 
 
 @TABLE.rule("trainer.accumulate")
 def _accumulate(native: Native, key: str, value: Any) -> Outcome:
     if value in (None, 1):
         return exact("one micro-batch a step, or it follows from the sizes")
-    return refused(
+    return refuse(
         "the script accumulates", script=f"Accelerator(gradient_accumulation_steps={value})"
     )
 
@@ -242,13 +247,13 @@ def _sizes(native: Native, key: str, value: Any) -> Outcome:
     if value is None:
         return dead("follows from the other sizes")
     if key == "data.batch_size" and native.get("data.micro_batch_size"):
-        return refused("the script accumulates up to it", script="gradient_accumulation_steps")
-    return refused("the script's loader", script=f"DataLoader(batch_size={value})")
+        return refuse("the script accumulates up to it", script="gradient_accumulation_steps")
+    return refuse("the script's loader", script=f"DataLoader(batch_size={value})")
 
 
 @TABLE.rule("optimizer")
 def _optimizer(native: Native, key: str, value: Any) -> Outcome:
-    return refused(
+    return refuse(
         "the script builds it", script=f"torch.optim.{value}(lr={native.get('optimizer.lr')})"
     )
 
@@ -257,7 +262,7 @@ def _optimizer(native: Native, key: str, value: Any) -> Outcome:
 def _option(native: Native, key: str, value: Any) -> Outcome:
     if key not in native.given:
         return dead("the script's")
-    return refused("the script builds the optimizer", script=f"{key.rpartition('.')[2]}={value}")
+    return refuse("the script builds the optimizer", script=f"{key.rpartition('.')[2]}={value}")
 
 
 @TABLE.rule("schedule", "schedule.*")
@@ -267,7 +272,7 @@ def _schedule(native: Native, key: str, value: Any) -> Outcome:
         return exact("the rate stays")
     if key != "schedule" and key not in native.given:
         return dead("the script's")
-    return refused("the script steps it", script=f"{native.kind('schedule')}: docs/optimization.md")
+    return refuse("the script steps it", script=f"{native.kind('schedule')}: docs/optimization.md")
 
 
 TABLE.rule("trainer.max_grad_value")(off("the script clips: accelerator.clip_grad_value_"))

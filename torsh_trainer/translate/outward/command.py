@@ -7,14 +7,14 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from torsh_trainer.files import write_text
-from torsh_trainer.foreign import readable
 from torsh_trainer.translate import report
 from torsh_trainer.translate.command import ELSEWHERE, check_report
 from torsh_trainer.translate.outward import accelerate, deepspeed, torchtitan
 from torsh_trainer.translate.outward.native import Native
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.table import table_of
+from torsh_trainer.utils.files import write_text
+from torsh_trainer.utils.foreign import readable
 
 _WIDE = 200
 """Columns where no terminal says how many."""

@@ -9,23 +9,23 @@ from typing import Any
 
 from torsh_trainer.translate.deepspeed import job
 from torsh_trainer.translate.deepspeed.rules_optimizer import TORCH, WARMUP
-from torsh_trainer.translate.deepspeed.versions import REMOVALS, shown
+from torsh_trainer.translate.deepspeed.versions import REMOVALS, format_version
 from torsh_trainer.translate.outward.native import (
     Native,
     Outcome,
-    Table,
+    RuleTable,
     approximate,
     dead,
     enter_scripts,
     exact,
     faster,
     off,
-    refused,
+    refuse,
 )
 from torsh_trainer.translate.plan import Plan
-from torsh_trainer.translate.recipe import nested
+from torsh_trainer.translate.recipe import nest
 
-TABLE = Table("deepspeed")
+TABLE = RuleTable("deepspeed")
 REPLICATED = ("DDP", "Single", "Auto", "Gloo", "NCCL", "MPI")
 """Strategies that hold the whole model in every process."""
 
@@ -41,12 +41,12 @@ enter_scripts(TABLE)
 
 def to_deepspeed(native: Native) -> Plan:
     """The translation of ``native``; its ``values`` are the content of the file."""
-    return TABLE.plan(native, target_version=shown(native.version))
+    return TABLE.plan(native, target_version=format_version(native.version))
 
 
 def text_of(plan: Plan) -> str:
     """The file."""
-    return json.dumps(nested(plan.values), indent=2) + "\n"
+    return json.dumps(nest(plan.values), indent=2) + "\n"
 
 
 def stage(native: Native) -> int:
@@ -121,7 +121,7 @@ def _nonfinite(native: Native, key: str, value: Any) -> Outcome:
         return exact("the loss scaling skips such a step in both")
     if half(native) != "bf16":
         if value == "skip":
-            return refused("DeepSpeed looks for overflows in half precision alone")
+            return refuse("DeepSpeed looks for overflows in half precision alone")
         return dead("DeepSpeed looks for overflows in half precision alone")
     if value == "stop":
         return approximate(
@@ -142,7 +142,7 @@ def _phantom(native: Native, key: str, value: Any) -> Outcome:
             return approximate("DeepSpeed's stage 0 takes a step with gradients of zero first")
         return exact("off")
     if not _takes_phantom(native):
-        return refused("DeepSpeed takes such a step at stage 0 in half precision alone")
+        return refuse("DeepSpeed takes such a step at stage 0 in half precision alone")
     if value != _rate(native):
         return approximate("DeepSpeed takes it at the optimizer's rate")
     return exact("DeepSpeed's stage 0 takes it by itself")
@@ -172,7 +172,7 @@ def _rate(native: Native) -> Any:
 def _compression(native: Native, key: str, value: Any) -> Outcome:
     if native.kind("compression") in ("NoCompression", "None"):
         return exact("gradients travel as they are")
-    return refused("DeepSpeed's file has no such compression: its 1-bit optimizers are others")
+    return refuse("DeepSpeed's file has no such compression: its 1-bit optimizers are others")
 
 
 # -- strategy ------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def _strategy(native: Native, key: str, value: Any) -> Outcome:
         return Outcome("exact", "every process holds the whole model", values=written)
     if value == "None":
         return Outcome("exact", "one process", values=written)
-    return refused(f"strategy {value} has no translation: choose ddp or fsdp")
+    return refuse(f"strategy {value} has no translation: choose ddp or fsdp")
 
 
 @TABLE.rule("strategy.zero1", "strategy.reshard_after_forward")
-def _sharded(native: Native, key: str, value: Any) -> Outcome:
+def _judge_stage(native: Native, key: str, value: Any) -> Outcome:
     if key.endswith("zero1") and native.kind("strategy") not in REPLICATED:
         return dead("no knob of this strategy")
     return exact("says the stage", zero_optimization__stage=stage(native))
@@ -206,9 +206,11 @@ def _groups(native: Native, key: str, value: Any) -> Outcome:
     if value is None:
         return exact("shards lie over all processes")
     if native.version >= REMOVALS:
-        return refused(f"DeepSpeed {shown(native.version)} has removed MiCS: name an older version")
+        return refuse(
+            f"DeepSpeed {format_version(native.version)} has removed MiCS: name an older version"
+        )
     if stage(native) != 3:
-        return refused("MiCS is for stage 3 alone")
+        return refuse("MiCS is for stage 3 alone")
     return exact("shards within groups of so many", zero_optimization__mics_shard_size=value)
 
 
@@ -237,7 +239,7 @@ def _every(native: Native, key: str, value: Any) -> Outcome:
 def _of_another(native: Native, key: str, value: Any) -> Outcome:
     if key not in native.given:
         return dead("no knob of a strategy that is translated")
-    return refused("a knob of a strategy that has no translation")
+    return refuse("a knob of a strategy that has no translation")
 
 
 @TABLE.rule("strategy.bucket_cap_mb")
@@ -260,7 +262,7 @@ def _view(native: Native, key: str, value: Any) -> Outcome:
 
 @TABLE.rule("strategy.backward_passes_per_step")
 def _passes(native: Native, key: str, value: Any) -> Outcome:
-    return exact("off") if value == 1 else refused("a sum of backward passes has no key")
+    return exact("off") if value == 1 else refuse("a sum of backward passes has no key")
 
 
 @TABLE.rule("strategy.op")
@@ -271,7 +273,7 @@ def _op(native: Native, key: str, value: Any) -> Outcome:
 
 
 @TABLE.rule("strategy.find_unused_parameters")
-def _unused(native: Native, key: str, value: Any) -> Outcome:
+def _judge_unused(native: Native, key: str, value: Any) -> Outcome:
     return exact("DeepSpeed takes parameters without a gradient")
 
 
@@ -282,7 +284,7 @@ def _zero_unused(native: Native, key: str, value: Any) -> Outcome:
     return approximate("DeepSpeed steps parameters without a gradient as if it were zero")
 
 
-TABLE.fixed(
+TABLE.fixed_rules(
     "performance-only",
     "DeepSpeed gathers and communicates in its own manner",
     "strategy.static_graph",
@@ -291,14 +293,19 @@ TABLE.fixed(
     "strategy.wrap_min_parameters",
     "strategy.wrap_min_bytes",
     "strategy.prefetch_depth",
+    "strategy.gather_in_compute_dtype",
     "strategy.memory_fraction",
 )
-TABLE.fixed("performance-only", "the model's code recomputes, or not", "trainer.checkpoint_modules")
-TABLE.fixed("performance-only", "engine.compile() in the script", "trainer.compile_options")
+TABLE.fixed_rules(
+    "performance-only", "the model's code recomputes, or not", "trainer.checkpoint_modules"
+)
+TABLE.fixed_rules("performance-only", "engine.compile() in the script", "trainer.compile_options")
 
 
 @TABLE.rule("trainer.compile")
 def _compile(native: Native, key: str, value: Any) -> Outcome:
+    if value == "auto":
+        return faster("engine.compile() in the script, where it was seen to pay")
     return faster("engine.compile() in the script" if value else "off")
 
 
@@ -317,14 +324,14 @@ def _log_every(native: Native, key: str, value: Any) -> Outcome:
 
 @TABLE.rule("precision")
 def _precision(native: Native, key: str, value: Any) -> Outcome:
-    low, computes = half(native), native.get("precision.compute", "fp32")
+    low, computes = half(native), native.computes
     if low:
         return Outcome("exact", f"{low} over fp32 masters", values={f"{low}.enabled": True})
     if computes == "fp32":
         return exact("fp32")
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[computes]
     return approximate(
-        "autocast; DeepSpeed sends the gradients of some modules in the low dtype",
+        f"{native.by_auto}autocast; DeepSpeed sends the gradients of some modules in the low dtype",
         torch_autocast__enabled=True,
         torch_autocast__dtype=dtype,
     )
@@ -344,7 +351,7 @@ def _sums(native: Native, key: str, value: Any) -> Outcome:
     low = half(native)
     if not low:
         if value != "fp32":
-            return refused("DeepSpeed holds gradients of fp32 parameters in fp32")
+            return refuse("DeepSpeed holds gradients of fp32 parameters in fp32")
         return exact("micro-batches add up in fp32")
     if value == "fp32" and stage(native) == 0:
         return approximate(f"DeepSpeed's stage 0 adds up in {low}, and refuses to do otherwise")
@@ -365,7 +372,7 @@ def _products(native: Native, key: str, value: Any) -> Outcome:
         written = {"zero_optimization.memory_efficient_linear": bool(value)}
         return Outcome("exact", "linear layers of stage 3", values=written)
     if value and low:
-        return refused("DeepSpeed rounds products at stage 3 alone")
+        return refuse("DeepSpeed rounds products at stage 3 alone")
     return exact("torch's own linear layers")
 
 
@@ -382,7 +389,7 @@ def _dynamic(native: Native) -> bool:
 
 
 @TABLE.rule("precision.loss_scaling.scale")
-def _fixed_scale(native: Native, key: str, value: Any) -> Outcome:
+def _judge_fixed_scale(native: Native, key: str, value: Any) -> Outcome:
     if not _scales(native):
         return dead("no loss is scaled by the file")
     return _scaling("loss_scale", 0 if value is None else float(value), "0 is a dynamic scale")
@@ -429,7 +436,7 @@ def _floor(native: Native, key: str, value: Any) -> Outcome:
 def _factors(native: Native, key: str, value: Any) -> Outcome:
     if not _dynamic(native) or value == (2.0 if "growth" in key else 0.5):
         return exact("DeepSpeed doubles and halves")
-    return refused("DeepSpeed doubles and halves")
+    return refuse("DeepSpeed doubles and halves")
 
 
 @TABLE.rule("precision.loss_scaling.growth_delay", "precision.loss_scaling.divide_by_grown")
@@ -446,7 +453,7 @@ def _quirks(native: Native, key: str, value: Any) -> Outcome:
 def _optimizer(native: Native, key: str, value: Any) -> Outcome:
     name = _NAMES.get(str(value).lower())
     if name is None:
-        return refused(f"DeepSpeed does not look for {value}", script="build it and hand it over")
+        return refuse(f"DeepSpeed does not look for {value}", script="build it and hand it over")
     written: dict[str, Any] = {"optimizer.type": name}
     if name in ("Adam", "AdamW"):
         written["optimizer.params.torch_adam"] = True
@@ -462,14 +469,14 @@ _OFF = ("capturable", "differentiable")
 """Options that matter only where they are on."""
 
 
-def _known(native: Native) -> bool:
+def _is_known(native: Native) -> bool:
     return native.kind("optimizer").lower() in _NAMES
 
 
 @TABLE.rule("optimizer.lr", "optimizer.*")
 def _option(native: Native, key: str, value: Any) -> Outcome:
-    if not _known(native):
-        return refused("an option of an optimizer that DeepSpeed does not look for")
+    if not _is_known(native):
+        return refuse("an option of an optimizer that DeepSpeed does not look for")
     name = key.partition(".")[2]
     if value is None or (name not in _SAID and key not in native.given):
         return exact("torch's default")
@@ -511,11 +518,11 @@ def _schedule(native: Native, key: str, value: Any) -> Outcome:
         return exact("the rate stays")
     if value == "DeepSpeedWarmup" or value in _OWN:
         if not isinstance(native.get("optimizer.lr"), int | float):
-            return refused("DeepSpeed's schedulers set the base rate: state optimizer.lr")
+            return refuse("DeepSpeed's schedulers set the base rate: state optimizer.lr")
         return _warmup(native) if value == "DeepSpeedWarmup" else _own(native, value)
     if value == "TorchSchedule":
         return _torchs(native)
-    return refused(f"DeepSpeed's file has no {value}", script=_STEPPED)
+    return refuse(f"DeepSpeed's file has no {value}", script=_STEPPED)
 
 
 _STEPPED = "step a scheduler after engine.step()"
@@ -524,9 +531,9 @@ _STEPPED = "step a scheduler after engine.step()"
 def _torchs(native: Native) -> Outcome:
     name = native.get("schedule.scheduler")
     if name not in TORCH or native.get("schedule.interval") != "step":
-        return refused(f"DeepSpeed's file has no {name}, or not so", script=_STEPPED)
+        return refuse(f"DeepSpeed's file has no {name}, or not so", script=_STEPPED)
     if stage(native) > 0 or half(native):
-        return refused("torch's schedulers do not take an optimizer of ZeRO's", script=_STEPPED)
+        return refuse("torch's schedulers do not take an optimizer of ZeRO's", script=_STEPPED)
     options = native.get("schedule.options") or {}
     written = {f"scheduler.params.{option}": value for option, value in options.items()}
     return Outcome("exact", "torch's own", values={"scheduler.type": name, **written})
@@ -599,7 +606,7 @@ def _warmup(native: Native) -> Outcome:
     if decay != "none":
         total = native.get("schedule.total_steps") or native.get("trainer.max_steps")
         if total is None:
-            return refused("DeepSpeed wants its length: state schedule.total_steps")
+            return refuse("DeepSpeed wants its length: state schedule.total_steps")
         written["params.total_num_steps"] = total
     if written["params.warmup_num_steps"] < 1:
         written["params.warmup_num_steps"] = 2  # what fewer count as, and what it takes
@@ -612,7 +619,7 @@ def _schedule_knob(native: Native, key: str, value: Any) -> Outcome:
     found = _schedule(native, "schedule", native.kind("schedule"))
     if found.verdict != "refused" or key not in native.given:
         return exact("says the schedule")
-    return refused(found.why)
+    return refuse(found.why)
 
 
 # -- logs ----------------------------------------------------------------------------------------
@@ -642,4 +649,4 @@ def _wandb(native: Native, key: str, value: Any) -> Outcome:
 
 def content_of(plan: Plan) -> Mapping[str, Any]:
     """The content of the file."""
-    return nested(plan.values)
+    return nest(plan.values)

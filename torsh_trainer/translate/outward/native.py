@@ -62,6 +62,18 @@ class Native:
         return str(node.get("_target_", NO_CLASS)).rpartition(".")[2]
 
     @property
+    def computes(self) -> str:
+        """fp32, bf16 or fp16: what auto is on a GPU, for which such files are written."""
+        compute = self.get("precision.compute", "fp32")
+        return "bf16" if compute == "auto" else str(compute)
+
+    @property
+    def by_auto(self) -> str:
+        """What ``why`` begins with where ``precision=auto`` has decided; else empty."""
+        is_auto = self.get("precision.compute") == "auto"
+        return "precision=auto is bf16_mixed on a GPU: " if is_auto else ""
+
+    @property
     def processes(self) -> int | None:
         """How many the launcher starts, where it is said in numbers."""
         count = self.get("launcher.num_processes")
@@ -111,7 +123,7 @@ Apply = Callable[[Native, str, Any], Outcome]
 
 
 @dataclass
-class Table:
+class RuleTable:
     """The rules of one target, by dotted knob; ``optimizer.*`` takes what no other rule does."""
 
     target: str
@@ -128,7 +140,7 @@ class Table:
 
         return enter
 
-    def fixed(self, verdict: Verdict, why: str, *knobs: str) -> None:
+    def fixed_rules(self, verdict: Verdict, why: str, *knobs: str) -> None:
         """Rules whose verdict hangs on nothing."""
         self.rule(*knobs)(lambda native, key, value: Outcome(verdict, why))
 
@@ -145,7 +157,7 @@ class Table:
 
     def plan(self, native: Native, *, target_version: str) -> Plan:
         """The whole translation: ``values`` are the content of the other file, by dotted key."""
-        native = replace(native, given=dict(_expanded(native)))
+        native = replace(native, given=dict(_expand_given(native)))
         ledger = Ledger()
         for key, place in native.given.items():
             ledger.enter(key, native.get(key), line=place.line, column=place.column)
@@ -173,7 +185,7 @@ class Table:
         )
 
 
-def _expanded(native: Native) -> Iterator[tuple[str, Place]]:
+def _expand_given(native: Native) -> Iterator[tuple[str, Place]]:
     """The given knobs; a mapping that is given gives all that is in it."""
     for key, place in native.given.items():
         node = native.get(key)
@@ -198,7 +210,7 @@ def _finding(native: Native, key: str, value: Any, rule_id: str, outcome: Outcom
     )
 
 
-def refused(why: str, *, script: str = "") -> Outcome:
+def refuse(why: str, *, script: str = "") -> Outcome:
     """The other file cannot hold it; ``script`` is what does it in the script instead."""
     return Outcome("refused", why, becomes=f"in the script: {script}" if script else "")
 
@@ -227,7 +239,10 @@ _OF_THE_RUN = (
     "seed",
     "randomness",
     "deterministic",
+    "attention",
+    "cudnn_benchmark",
     "device",
+    "peak_tflops",
     "pretrained",
     "pretrained_strict",
     "frozen",
@@ -238,21 +253,25 @@ _OF_THE_RUN = (
 )
 
 
-def enter_scripts(table: Table) -> None:
+def enter_scripts(table: RuleTable) -> None:
     """Rules for all that a run is made of and no other engine's file holds."""
     why = "the script's: no other engine's file says it"
-    table.fixed("dead", why, *SCRIPTS, *(f"{name}.*" for name in SCRIPTS))
-    table.fixed("dead", why, "trainer", *(f"trainer.{name}" for name in _OF_THE_RUN))
-    table.fixed("dead", why, "logger", "logger.*")
-    table.fixed("performance-only", "the level of a log", "log_level")
-    table.fixed("exact", "says the mode", "precision.params", "precision.compute")
+    table.fixed_rules("dead", why, *SCRIPTS, *(f"{name}.*" for name in SCRIPTS))
+    table.fixed_rules("dead", "sizes below say it", "mesh")
+    elsewhere = "strategy.shard_size says it in a way that is translated"
+    table.rule("mesh.*")(off(elsewhere, 1, -1))
+    table.fixed_rules("dead", why, "trainer", *(f"trainer.{name}" for name in _OF_THE_RUN))
+    table.fixed_rules("dead", why, "logger", "logger.*")
+    table.fixed_rules("performance-only", "the level of a log", "log_level")
+    table.fixed_rules("exact", "says the mode", "precision.params", "precision.compute")
+    table.fixed_rules("dead", why, "precision.matmul")
 
 
-def enter_torchs(table: Table, engine: str) -> None:
+def enter_torchs(table: RuleTable, engine: str) -> None:
     """Rules for an engine that does as torch does where DeepSpeed has ways of its own."""
     ways = off(f"a way of DeepSpeed's, which {engine} has not", False)
     table.rule("precision.rounded_start", "precision.rounded_products", "trainer.phantom_lr")(ways)
-    table.fixed("dead", "there is no such step", "trainer.phantom_state")
+    table.fixed_rules("dead", "there is no such step", "trainer.phantom_state")
     table.rule("precision.gradients")(off("gradients are held in fp32", "fp32"))
     table.rule("strategy.zero_unused")(off(f"{engine} leaves unused parameters alone", False))
 
@@ -260,7 +279,7 @@ def enter_torchs(table: Table, engine: str) -> None:
     def compression(native: Native, key: str, value: Any) -> Outcome:
         if native.kind("compression") in ("NoCompression", "None"):
             return exact("gradients travel as they are")
-        return refused(f"{engine} compresses nothing")
+        return refuse(f"{engine} compresses nothing")
 
 
 def off(why: str, *neutral: Any) -> Apply:
@@ -269,6 +288,6 @@ def off(why: str, *neutral: Any) -> Apply:
     def apply(native: Native, key: str, value: Any) -> Outcome:
         if value in neutral or value is None:
             return exact("off")
-        return refused(why)
+        return refuse(why)
 
     return apply

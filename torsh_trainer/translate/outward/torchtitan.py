@@ -15,7 +15,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.outward.native import (
     Native,
     Outcome,
-    Table,
+    RuleTable,
     approximate,
     dead,
     enter_scripts,
@@ -23,15 +23,15 @@ from torsh_trainer.translate.outward.native import (
     exact,
     faster,
     off,
-    refused,
+    refuse,
 )
 from torsh_trainer.translate.plan import Plan
-from torsh_trainer.translate.recipe import nested
+from torsh_trainer.translate.recipe import nest
 
 VERSION = "0.2.2"
 """The release of torchtitan that was read."""
 
-TABLE = Table("torchtitan")
+TABLE = RuleTable("torchtitan")
 REPLICATED = ("DDP", "Gloo", "NCCL", "MPI")
 
 enter_scripts(TABLE)
@@ -63,7 +63,7 @@ def to_torchtitan(native: Native) -> Plan:
 def text_of(plan: Plan) -> str:
     """The file."""
     parts = []
-    for section, content in nested(plan.values).items():
+    for section, content in nest(plan.values).items():
         lines = [f"{name} = {_toml(value)}" for name, value in content.items()]
         parts.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(parts) + "\n"
@@ -96,7 +96,7 @@ def _strategy(native: Native, key: str, value: Any) -> Outcome:
 @TABLE.rule("strategy.shard_size")
 def _groups(native: Native, key: str, value: Any) -> Outcome:
     if value is not None and native.processes is None:
-        return refused("how many replicas there are depends on launcher.num_processes: state it")
+        return refuse("how many replicas there are depends on launcher.num_processes: state it")
     return exact("says the degrees")
 
 
@@ -117,17 +117,18 @@ def _zero1(native: Native, key: str, value: Any) -> Outcome:
 
 @TABLE.rule("strategy.backward_passes_per_step")
 def _passes(native: Native, key: str, value: Any) -> Outcome:
-    return exact("off") if value == 1 else refused("a sum of backward passes has no key")
+    return exact("off") if value == 1 else refuse("a sum of backward passes has no key")
 
 
 TABLE.rule("strategy.op")(off("torchtitan averages gradients", "average"))
-TABLE.fixed(
+TABLE.fixed_rules(
     "performance-only",
     "torchtitan wraps block by block, and chooses when to gather and to reduce",
     "strategy.wrap_modules",
     "strategy.wrap_min_parameters",
     "strategy.wrap_min_bytes",
     "strategy.prefetch_depth",
+    "strategy.gather_in_compute_dtype",
     "strategy.reduce_every_micro_batch",
     "strategy.bucket_cap_mb",
     "strategy.overlap",
@@ -142,11 +143,14 @@ TABLE.fixed(
 
 @TABLE.rule("trainer.activation_checkpointing")
 def _recompute(native: Native, key: str, value: Any) -> Outcome:
-    return faster("of every block", activation_checkpoint__mode="full" if value else "none")
+    mode = value if value == "selective" else "full" if value else "none"
+    return faster("of every block", activation_checkpoint__mode=mode)
 
 
 @TABLE.rule("trainer.compile")
 def _compile(native: Native, key: str, value: Any) -> Outcome:
+    if value == "auto":
+        return faster("off: torchtitan measures nothing", compile__enable=False)
     return faster("torch.compile", compile__enable=bool(value))
 
 
@@ -197,7 +201,7 @@ def _accumulate(native: Native, key: str, value: Any) -> Outcome:
     if native.get("data.batch_size"):
         return exact("follows from the two sizes")
     if micro is None or processes is None:
-        return refused("torchtitan wants the batch of all processes: state data.batch_size")
+        return refuse("torchtitan wants the batch of all processes: state data.batch_size")
     return exact("as the batch of a step", training__global_batch_size=micro * value * processes)
 
 
@@ -219,23 +223,23 @@ TABLE.rule("trainer.sync_batchnorm")(off("torchtitan's models have no batch norm
 @TABLE.rule("trainer.on_nonfinite")
 def _nonfinite(native: Native, key: str, value: Any) -> Outcome:
     if value == "skip":
-        return refused("torchtitan does not look at gradients that are not finite")
+        return refuse("torchtitan does not look at gradients that are not finite")
     return dead("torchtitan does not look at gradients that are not finite")
 
 
 @TABLE.rule("precision")
 def _precision(native: Native, key: str, value: Any) -> Outcome:
-    low = native.get("precision.compute", "fp32")
+    low = native.computes
     if low == "fp16":
-        return refused("torchtitan has no fp16")
+        return refuse("torchtitan has no fp16")
     name = {"fp32": "float32", "bf16": "bfloat16"}[low]
     written = {"training.dtype": "float32", "training.mixed_precision_param": name}
     sharded = native.kind("strategy") == "FSDP"
     held = native.get("precision.params", "fp32") != "fp32"
     if low == "fp32" or sharded == held:
-        return Outcome("exact", "over fp32 masters", values=written)
+        return Outcome("exact", f"{native.by_auto}over fp32 masters", values=written)
     how = "casts the parameters" if sharded else "is autocast"
-    return Outcome("approximate", f"bf16 {how} there, and not here", values=written)
+    return Outcome("approximate", f"{native.by_auto}bf16 {how} there, and not here", values=written)
 
 
 @TABLE.rule("precision.reduce")
@@ -245,7 +249,7 @@ def _reduce(native: Native, key: str, value: Any) -> Outcome:
     return approximate("torchtitan reduces in fp32", training__mixed_precision_reduce="float32")
 
 
-TABLE.fixed("dead", "no loss is scaled", "precision.loss_scaling.*")
+TABLE.fixed_rules("dead", "no loss is scaled", "precision.loss_scaling.*")
 
 
 # -- optimizer and schedule ----------------------------------------------------------------------
@@ -256,21 +260,21 @@ _OPTIMIZERS = ("Adam", "AdamW")
 @TABLE.rule("optimizer")
 def _optimizer(native: Native, key: str, value: Any) -> Outcome:
     if value not in _OPTIMIZERS:
-        return refused(f"torchtitan has {' and '.join(_OPTIMIZERS)}, and no {value}")
+        return refuse(f"torchtitan has {' and '.join(_OPTIMIZERS)}, and no {value}")
     return exact("torch's own", optimizer__name=value)
 
 
 @TABLE.rule("optimizer.lr", "optimizer.eps", "optimizer.weight_decay")
 def _number(native: Native, key: str, value: Any) -> Outcome:
     if native.kind("optimizer") not in _OPTIMIZERS:
-        return refused("an option of an optimizer that torchtitan has not")
+        return refuse("an option of an optimizer that torchtitan has not")
     return Outcome("exact", "the same", values={key: value})
 
 
 @TABLE.rule("optimizer.betas")
 def _betas(native: Native, key: str, value: Any) -> Outcome:
     if native.kind("optimizer") not in _OPTIMIZERS:
-        return refused("an option of an optimizer that torchtitan has not")
+        return refuse("an option of an optimizer that torchtitan has not")
     return exact("the same", optimizer__beta1=value[0], optimizer__beta2=value[1])
 
 
@@ -302,20 +306,20 @@ def _schedule(native: Native, key: str, value: Any) -> Outcome:
     steps = native.get("schedule.warmup_steps", 0)
     if value in ("None", "Constant"):
         if steps or native.get("schedule.warmup_ratio"):
-            return refused("torchtitan's rate falls after a warm-up, and never stays")
+            return refuse("torchtitan's rate falls after a warm-up, and never stays")
         written: dict[str, Any] = {"warmup_steps": 0, "decay_ratio": 0.0}
         return Outcome("exact", "the rate stays", values=_lr(written))
     if value not in _DECAYS:
-        return refused(f"torchtitan's file has no {value}")
+        return refuse(f"torchtitan's file has no {value}")
     if native.get("schedule.warmup_ratio"):
-        return refused("state schedule.warmup_steps instead of a share")
+        return refuse("state schedule.warmup_steps instead of a share")
     written = {"warmup_steps": steps, "decay_type": _DECAYS[value] or native.get("schedule.decay")}
     written["min_lr_factor"] = native.get("schedule.final", 0.0)
     if native.get("schedule.total_steps"):
         written["total_steps"] = native.get("schedule.total_steps")
     if value == "WarmupStableDecay":
         if native.get("schedule.decay_steps"):
-            return refused("state schedule.decay_ratio instead of decay_steps")
+            return refuse("state schedule.decay_ratio instead of decay_steps")
         written["decay_ratio"] = native.get("schedule.decay_ratio")
     why = "torchtitan's first update has a share of the rate already, and its last is a step off"
     return Outcome("approximate", why, values=_lr(written))
@@ -330,4 +334,4 @@ def _schedule_knob(native: Native, key: str, value: Any) -> Outcome:
     found = _schedule(native, "schedule", native.kind("schedule"))
     if found.verdict != "refused" or key not in native.given:
         return exact("says the schedule")
-    return refused(found.why)
+    return refuse(found.why)

@@ -22,10 +22,10 @@ from torsh_trainer_lightning.task import LightningTask
 
 from torsh_trainer import CheckpointOptions, Trainer
 from torsh_trainer.callbacks.jsonl import Jsonl
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.optimizers import OptimizerSpec
-from torsh_trainer.task import DataSource, Task
-from torsh_trainer.world import World
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.tasks.base import DataSource, Task
 
 FEATURES, BATCH = 4, 8
 TRAIN, HELD_OUT = 27, 11

@@ -35,7 +35,7 @@ def read_ckpt(path: str, *, trusted: bool) -> dict[str, Any]:
         if not zipfile.is_zipfile(path):
             raise _not_one(path, "it is no file of torch.save") from error
         raise ConfigError(
-            f"{path} holds more than data: reading it would run code{_named(error)}",
+            f"{path} holds more than data: reading it would run code{_find_refused_name(error)}",
             fix="where you trust its author, set task.trust_ckpt=true",
             path=path,
         ) from error
@@ -57,7 +57,7 @@ def _not_one(path: str, why: str) -> ConfigError:
     )
 
 
-def _named(error: Exception) -> str:
+def _find_refused_name(error: Exception) -> str:
     """What a file names that torch does not take for data."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return f" ({found[1]})" if found else ""

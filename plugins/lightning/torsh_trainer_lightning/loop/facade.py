@@ -24,11 +24,11 @@ from lightning.pytorch.trainer.trainer import _log_hyperparams
 from lightning.pytorch.utilities import parsing
 
 from torsh_trainer_lightning.loop.connector import Connector
-from torsh_trainer_lightning.loop.fit import EpochLoop, EvaluationLoop, FitLoop, Host
-from torsh_trainer_lightning.loop.order import Order
+from torsh_trainer_lightning.loop.fit import EpochLoop, EvaluationLoop, FitLoop, SilentListener
+from torsh_trainer_lightning.loop.order import LightningOrder
 from torsh_trainer_lightning.loop.shares import Shares
-from torsh_trainer_lightning.loop.wording import worded
-from torsh_trainer_lightning.other import adopted
+from torsh_trainer_lightning.loop.wording import reword_errors
+from torsh_trainer_lightning.other import adopt
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Facade(Trainer):
         min_epochs: int | None,
         max_steps: int,
         min_steps: int | None,
-        order: Order,
+        order: LightningOrder,
         inference_mode: bool,
         shares: Shares | None = None,
         taken: Path | None = None,
@@ -89,7 +89,7 @@ class Facade(Trainer):
             for name in ("evaluate", "test")
         )  # the run tells the numbers
 
-    def tell(self, host: Host) -> None:
+    def tell(self, host: SilentListener) -> None:
         """Has the loops tell ``host`` of what they have done."""
         epochs: Any = self.fit_loop.epoch_loop
         self.fit_loop.host = epochs.host = epochs.val_loop.host = host
@@ -138,7 +138,7 @@ class Facade(Trainer):
         self.strategy.connect(module)
         self._callback_connector._attach_model_callbacks()
         for callback in self.callbacks:
-            self._separate(adopted(callback))
+            self._separate(adopt(callback))
         if ckpt in WORDS:
             ckpt = self.strategy.broadcast(self._path_of(ckpt))
         self._callback_connector._attach_model_logging_functions()
@@ -214,14 +214,14 @@ class Facade(Trainer):
         self._signal_connector.teardown()
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """An error within is told to callbacks and loggers, as Lightning tells it.
 
         Raises:
             ConfigError: Lightning itself has refused something.
         """
         try:
-            with worded():
+            with reword_errors():
                 yield
         except BaseException as error:
             call._interrupt(self, error)

@@ -24,24 +24,24 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Clip, Engine
 from torsh_trainer_lightning.adapter import through
 from torsh_trainer_lightning.loop.connector import Connector, QuickLog
-from torsh_trainer_lightning.loop.kept import counted
+from torsh_trainer_lightning.loop.kept import count_batch
 from torsh_trainer_lightning.loop.table import Table
 from torsh_trainer_lightning.precision import StepWatcher
 
 
-class Host(StepWatcher):
+class SilentListener(StepWatcher):
     """Whom the loops tell of what they have done; this one does not listen."""
 
     engine: Engine
     clip: Clip
 
-    def of_a_trial(self) -> Host:
+    def of_a_trial(self) -> SilentListener:
         """Whom the loops tell while a callback trains on trial, and takes it back: nobody."""
-        deaf = Host()
+        deaf = SilentListener()
         deaf.engine, deaf.clip = self.engine, self.clip
         return deaf
 
@@ -92,14 +92,14 @@ class EvaluationLoop(_EvaluationLoop):
     ) -> None:
         assert self._combined_loader is not None
         trainer, loader = self.trainer, self._combined_loader.flattened[dataloader_idx]
-        with counted(trainer, self._results, trainer.order.counts(loader, batch_idx)):
+        with count_batch(trainer, self._results, trainer.order.counts(loader, batch_idx)):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
 
 class ValidationLoop(EvaluationLoop):
     """One that tells the run what it came to."""
 
-    host: Host
+    host: SilentListener
 
     def on_run_start(self) -> None:
         self.host.before_evaluation()
@@ -115,7 +115,7 @@ class ValidationLoop(EvaluationLoop):
 class FitLoop(_FitLoop):
     """Lightning's, which tells the run of epochs, and can go on exactly where another stopped."""
 
-    host: Host
+    host: SilentListener
     trainer: Any  # a Facade
     goes_on = False
     """The state is that after a batch in the middle of an epoch: nothing of it is begun anew."""
@@ -167,7 +167,7 @@ class FitLoop(_FitLoop):
 class EpochLoop(_TrainingEpochLoop):
     """One epoch."""
 
-    host: Host
+    host: SilentListener
     trainer: Any  # a Facade, which knows this module
     batch_progress: Any
 
@@ -247,17 +247,17 @@ class EpochLoop(_TrainingEpochLoop):
 
     def _long_way(self, fetcher: _DataFetcher) -> Tensor | None:
         before = self.batch_progress.total.ready
-        with self._counted():
+        with self._count_batch():
             self.advance(fetcher)
         if self.batch_progress.total.ready > before:
             self.host.count(None)
         self.on_advance_end(fetcher)
         return None
 
-    def _counted(self) -> contextlib.AbstractContextManager[None]:
+    def _count_batch(self) -> contextlib.AbstractContextManager[None]:
         """Around the next batch, which may be run for the sake of other processes alone."""
         counts = self.trainer.order.trains_on(self.batch_progress.current.ready)
-        return counted(self.trainer, self._results, counts)
+        return count_batch(self.trainer, self._results, counts)
 
     def _short_way(self, fetcher: _DataFetcher) -> Tensor | None:
         """``advance`` and ``on_advance_end`` of Lightning's epoch loop, for most batches."""
@@ -265,7 +265,7 @@ class EpochLoop(_TrainingEpochLoop):
         module, connector = trainer.lightning_module, trainer._logger_connector
         batch, _, _ = next(fetcher)
         progress.is_last_batch = fetcher.done
-        with self._counted():
+        with self._count_batch():
             loss, accumulates = self._train_on(batch, progress.current.ready)
         module.__dict__["_current_fx_name"] = None
         connector.batch_is_over(self._results)
@@ -287,7 +287,7 @@ class EpochLoop(_TrainingEpochLoop):
         trainer, table, progress = self.trainer, self._table, self.batch_progress
         module, connector = trainer.lightning_module, trainer._logger_connector
         fields, current, total = module.__dict__, progress.current, progress.total
-        batch = self._moved(batch)
+        batch = self._move_batch(batch)
         total.ready += 1
         current.ready += 1
         _begin_batch(connector, self._results, batch)
@@ -327,7 +327,7 @@ class EpochLoop(_TrainingEpochLoop):
         due = every != 0 and ((self._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
         return bool(due or trainer.fast_dev_run)
 
-    def _moved(self, batch: Any) -> Any:
+    def _move_batch(self, batch: Any) -> Any:
         if self._table.transfers or not _is_here(batch, self.trainer.strategy.root_device):
             trainer = self.trainer
             batch = trainer.precision_plugin.convert_input(batch)
@@ -404,7 +404,7 @@ class EpochLoop(_TrainingEpochLoop):
         every = trainer.accumulate_grad_batches
         if every == 1 and type(output) is Tensor and not self._table.hears_of_end:
             self._zero_grad()
-            self.host.engine.backward(trainer.strategy.weighed(output), sync=sync)
+            self.host.engine.backward(trainer.strategy.weigh(output), sync=sync)
             return output.detach(), None
         result = ClosureResult.from_training_step_output(output, every)
         if index % every == 0:
@@ -412,7 +412,7 @@ class EpochLoop(_TrainingEpochLoop):
         loss = result.closure_loss
         if loss is None:
             return None, {}
-        self.host.engine.backward(trainer.strategy.weighed(loss), sync=sync)
+        self.host.engine.backward(trainer.strategy.weigh(loss), sync=sync)
         return result.loss, result.asdict()
 
     def _zero_grad(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from torsh_trainer.checkpoint.marks import marked, weights_in
+from torsh_trainer.checkpoint.marks import mark_tensors, weights_in
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer_lightning.loop.facade import Facade
@@ -49,11 +49,11 @@ class Whole:
         if any(any(one) for one in comm.all_gather_object(lacking)):
             told = (weights, states) if everywhere else _on_meta((weights, states))
             first = comm.broadcast_object(told)
-            if not comm.world.is_main:
+            if not comm.world.is_rank_zero:
                 weights = weights or first[0]
                 states = [one or other for one, other in zip(states, first[1], strict=True)]
         if everywhere:  # a hook may change them, or look at them after others were loaded
-            weights, states = _copied(weights), _copied(states)
+            weights, states = _copy_tree(weights), _copy_tree(states)
         self.entries = {WEIGHTS: weights, OPTIMIZERS: states}
         self._given = {name: (value, _version(value)) for name, value in weights.items()}
         self._names = {id(value): name for name, value in weights.items()}
@@ -77,9 +77,9 @@ class Whole:
         same = isinstance(given, Tensor) and _version(given) == version
         return name if same else None
 
-    def kept(self, weights: Any) -> Any:
+    def keep(self, weights: Any) -> Any:
         """What hooks have left as ``state_dict``, with marks; None: all weights, as they were."""
-        left = marked(weights, self.name_of)
+        left = mark_tensors(weights, self.name_of)
         if not isinstance(weights, Mapping) or list(weights) != list(self._given):
             return left
         for name, value in weights.items():
@@ -123,45 +123,45 @@ def savers(facade: Facade) -> str:
     module = facade.lightning_module
     own = [module] if defines(module, SAVE, LightningModule) else []
     held: list[Any] = [*own, *(c for c in facade.callbacks if hooks_of([c], SAVE))]
-    return ", ".join(_called(one) for one in held) or "a hook"
+    return ", ".join(_name_hook(one) for one in held) or "a hook"
 
 
 def _saving(facade: Facade) -> Iterator[tuple[str, str, Callable[[dict[str, Any]], Any]]]:
     module: Any = facade.lightning_module
     for callback in facade.callbacks:
 
-        def told(state: dict[str, Any], callback: Any = callback) -> None:
+        def tell_callback(state: dict[str, Any], callback: Any = callback) -> None:
             callback.on_save_checkpoint(facade, module, state)
 
-        yield _called(callback), f"[Callback]{callback.state_key}.{SAVE}", told
+        yield _name_hook(callback), f"[Callback]{callback.state_key}.{SAVE}", tell_callback
     name = type(module).__name__
-    yield _called(module), f"[LightningModule]{name}.{SAVE}", module.on_save_checkpoint
+    yield _name_hook(module), f"[LightningModule]{name}.{SAVE}", module.on_save_checkpoint
 
 
-def _called(holder: Any) -> str:
+def _name_hook(holder: Any) -> str:
     return f"{type(holder).__name__.removeprefix('FSDP')}.{SAVE}"
 
 
 # -- trees ----------------------------------------------------------------------------------------
 
 
-def _copied(tree: Any) -> Any:
-    return _mapped(tree, lambda tensor: tensor.detach().clone())
+def _copy_tree(tree: Any) -> Any:
+    return _map_tree(tree, lambda tensor: tensor.detach().clone())
 
 
 def _on_meta(tree: Any) -> Any:
-    return _mapped(tree, lambda tensor: torch.empty_like(tensor, device="meta"))
+    return _map_tree(tree, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tree(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
         copy = tree.copy()  # of its own class, with what a state_dict says of its versions
-        copy.update({key: _mapped(value, change) for key, value in tree.items()})
+        copy.update({key: _map_tree(value, change) for key, value in tree.items()})
         return copy
     if type(tree) in (list, tuple):
-        return type(tree)(_mapped(value, change) for value in tree)
+        return type(tree)(_map_tree(value, change) for value in tree)
     return tree
 
 

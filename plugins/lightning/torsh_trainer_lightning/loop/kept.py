@@ -32,20 +32,20 @@ Entries = list[dict[str, Any]]
 """What was logged, as plain values and tensors."""
 
 
-def kept(results: _ResultCollection) -> bytes:
+def pack_results(results: _ResultCollection) -> bytes:
     """The entries of ``results``, with how they were logged; data alone."""
     buffer = io.BytesIO()
-    torch.save([_kept_entry(key, entry) for key, entry in results.items()], buffer)
+    torch.save([_pack_entry(key, entry) for key, entry in results.items()], buffer)
     return buffer.getvalue()
 
 
 def entries_of(data: bytes) -> Entries:
-    """What ``kept`` gave, read as data."""
+    """What ``pack_results`` gave, read as data."""
     found: Entries = torch.load(io.BytesIO(data), weights_only=True)
     return found
 
 
-def _kept_entry(key: str, entry: _ResultMetric) -> dict[str, Any]:
+def _pack_entry(key: str, entry: _ResultMetric) -> dict[str, Any]:
     meta = entry.meta
     told = {
         "key": key,
@@ -67,7 +67,7 @@ def _kept_entry(key: str, entry: _ResultMetric) -> dict[str, Any]:
     }
 
 
-def restored(
+def restore_results(
     results: _ResultCollection, entries: Entries, module: LightningModule, reduce: Any
 ) -> None:
     """Fills ``results`` with what was kept; metrics of the module take back their states."""
@@ -81,13 +81,13 @@ def restored(
             for name, value in told["tensors"].items():
                 setattr(entry, name, value.to(device))
         else:
-            entry.value = _refilled(module.get_submodule(meta.metric_attribute or ""), told)
+            entry.value = _refill_metric(module.get_submodule(meta.metric_attribute or ""), told)
         entry.has_reset = told["has_reset"]
         entry._update_count = told["updates"]
         results[told["key"]] = entry
 
 
-def _refilled(metric: Any, told: dict[str, Any]) -> Metric:
+def _refill_metric(metric: Any, told: dict[str, Any]) -> Metric:
     assert isinstance(metric, Metric)
     for name, value in told["tensors"].items():
         setattr(metric, name, _on(value, metric.device))
@@ -127,23 +127,23 @@ _TOGETHER: dict[Any, Any] = {
 }
 
 
-def merged(parts: Sequence[Entries], first: Entries, module: LightningModule) -> Entries:
+def merge_entries(parts: Sequence[Entries], first: Entries, module: LightningModule) -> Entries:
     """One rank's entries from those that it takes over, which ``check_merging`` has let pass.
 
     With none of them it has those of the ``first`` rank, and nothing gathered in them yet: where
     ranks meet over what was logged, each has to have it.
     """
     if not parts:
-        return [_emptied(told, module) for told in first]
+        return [_empty_entry(told, module) for told in first]
     by_key = {told["key"]: told for told in parts[0]}
     for part in parts[1:]:
         for told in part:
             held = by_key.get(told["key"])
-            by_key[told["key"]] = told if held is None else _joined(held, told, module)
+            by_key[told["key"]] = told if held is None else _join_entries(held, told, module)
     return list(by_key.values())
 
 
-def _emptied(told: dict[str, Any], module: LightningModule) -> dict[str, Any]:
+def _empty_entry(told: dict[str, Any], module: LightningModule) -> dict[str, Any]:
     tensors = told["tensors"]
     if told["is_tensor"]:
         empty = {"max": -torch.inf, "min": torch.inf}.get(told["reduce_fx"], 0.0)
@@ -155,7 +155,9 @@ def _emptied(told: dict[str, Any], module: LightningModule) -> dict[str, Any]:
     return {**told, "tensors": {**tensors, **fresh}}
 
 
-def _joined(held: dict[str, Any], more: dict[str, Any], module: LightningModule) -> dict[str, Any]:
+def _join_entries(
+    held: dict[str, Any], more: dict[str, Any], module: LightningModule
+) -> dict[str, Any]:
     ours, theirs = held["tensors"], more["tensors"]
     if held["is_tensor"]:
         how = {"max": torch.maximum, "min": torch.minimum}.get(held["reduce_fx"], torch.add)
@@ -179,18 +181,18 @@ def _metric_of(told: dict[str, Any], module: LightningModule) -> Any:
 # -- a batch that does not count ------------------------------------------------------------------
 
 
-def counted(
+def count_batch(
     trainer: Any, results: _ResultCollection, counts: bool
 ) -> contextlib.AbstractContextManager[None]:
     """Around a batch: unless it ``counts``, what it logs and measures is gathered nowhere."""
-    return _AS_IT_IS if counts else _forgotten(trainer.lightning_module, results)
+    return _AS_IT_IS if counts else _forget_logged(trainer.lightning_module, results)
 
 
 _AS_IT_IS = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _forgotten(module: LightningModule, results: _ResultCollection) -> Iterator[None]:
+def _forget_logged(module: LightningModule, results: _ResultCollection) -> Iterator[None]:
     gathering = [entry for entry in results.values() if entry.is_tensor]
     gathering += [each for each in module.modules() if isinstance(each, Metric)]
     held = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer import call
 
-from torsh_trainer.checkpoint.marks import unmarked
+from torsh_trainer.checkpoint.marks import resolve_marks
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError
 from torsh_trainer_lightning.loop.facade import Facade
@@ -39,7 +39,7 @@ def lightning_state(state: Mapping[str, Any], *, trusted: bool | None = None) ->
     return {**held, **more}
 
 
-def told_of_load(
+def tell_of_load(
     facade: Facade, comm: Communicator, state: Mapping[str, Any], *, trusted: bool, trains: bool
 ) -> dict[str, Any]:
     """What a checkpoint has of Lightning, once the hooks of module and callbacks had it.
@@ -53,11 +53,11 @@ def told_of_load(
     changed = held["torsh_trainer"].get("changed_weights", False)
     hooked = changed or is_hooked(facade, LOAD)
     whole = Whole(facade, comm, everywhere=True) if hooked else None
-    found = completed(held, facade, whole)
+    found = complete_state(held, facade, whole)
     connector = facade._checkpoint_connector
     connector._loaded_checkpoint = found
     call._call_lightning_module_hook(facade, LOAD, found)
-    if whole is not None and (changed or whole.kept(found.get(WEIGHTS)) is not None):
+    if whole is not None and (changed or whole.keep(found.get(WEIGHTS)) is not None):
         load_weights(facade, found)
     connector.restore_datamodule()
     connector.restore_callbacks()
@@ -72,14 +72,14 @@ def told_of_load(
     return found
 
 
-def completed(held: dict[str, Any], facade: Facade, whole: Whole | None) -> dict[str, Any]:
+def complete_state(held: dict[str, Any], facade: Facade, whole: Whole | None) -> dict[str, Any]:
     """The dictionary that hooks are given after a load: as Lightning's, where there is a whole.
 
     Hyperparameters that could not be saved are those of today's module.
     """
     own = held["torsh_trainer"]
     entries = {WEIGHTS: {}} if whole is None else dict(whole.entries)
-    found = unmarked(held, dict(entries[WEIGHTS]).get)
+    found = resolve_marks(held, dict(entries[WEIGHTS]).get)
     if own.get("changed_weights"):
         entries.pop(WEIGHTS)
     found = {**found, **entries, "torsh_trainer": own}

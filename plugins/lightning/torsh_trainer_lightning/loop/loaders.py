@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torsh_trainer.data.sampler import Cut, Orders
+from torsh_trainer.data.sampler import BatchPartition, Orders
 from torsh_trainer.data.seeding import Seeded
 from torsh_trainer.errors import Unsupported
 
@@ -37,7 +37,7 @@ class Batches:
     def __init__(
         self,
         orders: Orders,
-        cut: Cut,
+        cut: BatchPartition,
         *,
         kept: int,
         keyed: bool,
@@ -79,7 +79,7 @@ class Batches:
             yield [(epoch, sample) for sample in share.ids] if self._keyed else share.ids
 
 
-class Drawn(Seeded):
+class SeededDataset(Seeded):
     """A user's dataset, with random numbers for a sample from (seed, epoch, sample).
 
     Everything else about it is the dataset's own.
@@ -105,21 +105,21 @@ def check_loader(loader: Any, name: str) -> None:
     """
     kind = type(loader).__name__
     if not isinstance(loader, DataLoader):
-        raise refused(f"a {kind} in {name}", f"give a torch.utils.data.DataLoader, {OR}")
+        raise order_error(f"a {kind} in {name}", f"give a torch.utils.data.DataLoader, {OR}")
     dataset: Any = loader.dataset
     sampler: Any = loader.sampler
     if isinstance(dataset, IterableDataset):
-        raise refused(
+        raise order_error(
             f"the IterableDataset {type(dataset).__name__} in {name}",
             f"give a dataset with __len__ and __getitem__, {OR}",
         )
     if hasattr(loader, "state_dict"):
-        raise refused(
+        raise order_error(
             f"the {kind} in {name}, which keeps its place itself",
             "give a torch.utils.data.DataLoader: the run knows the place",
         )
     if type(loader.batch_sampler) is not BatchSampler:
-        raise refused(
+        raise order_error(
             f"{name} with batch_size=None"
             if loader.batch_sampler is None
             else f"the batch sampler {type(loader.batch_sampler).__name__} in {name}",
@@ -127,15 +127,15 @@ def check_loader(loader: Any, name: str) -> None:
         )
     plain = type(sampler) in (RandomSampler, SequentialSampler) or weights_of(loader) is not None
     if not plain or getattr(sampler, "_num_samples", None) is not None:
-        raise refused(
+        raise order_error(
             f"the sampler {type(sampler).__name__} in {name}",
             "give the loader shuffle=True or False, or a WeightedRandomSampler with replacement "
             f"and one draw for each sample, {OR}",
         )
     if type(sampler) is RandomSampler and sampler.replacement:
-        raise refused(f"a RandomSampler with replacement in {name}", f"leave that out, {OR}")
+        raise order_error(f"a RandomSampler with replacement in {name}", f"leave that out, {OR}")
     if type(sampler) is not SequentialSampler and sampler.generator is not None:
-        raise refused(
+        raise order_error(
             f"a generator for the order of {name}",
             "leave it out of the loader: trainer.seed says the order",
         )
@@ -154,7 +154,7 @@ def weights_of(loader: DataLoader[Any]) -> Tensor | None:
     return weights if sampler.num_samples == len(weights) == size else None
 
 
-def refused(what: str, use: str) -> Unsupported:
+def order_error(what: str, use: str) -> Unsupported:
     """The error for something that has no meaning in this order."""
     return Unsupported(f"task.order=ours cannot honour {what}", fix=use)
 

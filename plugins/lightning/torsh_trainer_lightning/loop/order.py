@@ -1,8 +1,8 @@
 """In which order samples come, what a batch weighs, and where random numbers come from.
 
-``Order`` is Lightning's own answer to all three. ``GlobalOrder`` is that of the trainer's other
-tasks (decision 0003): a loader's batch is one of all processes together, each takes its part of it,
-and the place in the data is an epoch and a number of batches, whatever the number of processes.
+``LightningOrder`` is Lightning's own answer to all three. ``GlobalOrder`` is that of the trainer's
+other tasks (decision 0003): a loader's batch is one of all processes together, each takes its part
+of it, and the place in the data is an epoch and a number of batches, on any number of processes.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from torch.utils.data import DataLoader, RandomSampler
 from torsh_trainer.checkpoint.setup import WORDS, compare
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.batch import MicroBatch, Samples
-from torsh_trainer.data.batch import Place as PlaceInStep
+from torsh_trainer.data.batch import MicroBatchPlace as PlaceInStep
 from torsh_trainer.data.feed import seeds_samples
 from torsh_trainer.data.loading import Loading
-from torsh_trainer.data.sampler import Cut, ForwardKeys, Orders, is_listed
+from torsh_trainer.data.sampler import BatchPartition, ForwardKeys, Orders, is_listed
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.precision import Precision
+from torsh_trainer.optim.precision import Precision
 from torsh_trainer.strategies.base import Mesh
-from torsh_trainer.task import batch_size_of
+from torsh_trainer.tasks.base import batch_size_of
 from torsh_trainer_lightning.loop.loaders import (
     OR,
     Batches,
-    Drawn,
     Place,
+    SeededDataset,
     check_loader,
     indivisible,
-    refused,
+    order_error,
     weights_of,
 )
 from torsh_trainer_lightning.strategy import EngineStrategy
@@ -51,7 +51,7 @@ from torsh_trainer_lightning.strategy import EngineStrategy
 log = logging.getLogger(__name__)
 
 
-class Order:
+class LightningOrder:
     """Lightning's own: its samplers, each batch as heavy as the next, one stream of numbers."""
 
     name = "lightning"
@@ -73,9 +73,9 @@ class Order:
             Unsupported: it speaks of another one.
         """
 
-    def bound(self, comm: Communicator, precision: Precision) -> EngineStrategy:
+    def bind_strategy(self, comm: Communicator, precision: Precision) -> EngineStrategy:
         """What Lightning's Trainer takes for its strategy."""
-        return EngineStrategy.bound(comm=comm, precision=precision)
+        return EngineStrategy.bind(comm=comm, precision=precision)
 
     def connector(self, trainer: Any) -> _DataConnector:
         """What gives a trainer's loaders their samplers."""
@@ -125,7 +125,7 @@ class Order:
         """Takes the order of the run that was saved with these ``facts``."""
 
 
-class GlobalOrder(Order):
+class GlobalOrder(LightningOrder):
     """One order of all samples by ``seed`` and epoch, cut over processes by position.
 
     The gradient of a step is the mean over its samples; a forward draws by (``seed``, step, place
@@ -149,26 +149,26 @@ class GlobalOrder(Order):
         self, module: LightningModule, callbacks: Sequence[Any], flags: Mapping[str, Any]
     ) -> None:
         if not flags["use_distributed_sampler"]:
-            raise refused(
+            raise order_error(
                 "task.use_distributed_sampler=false",
                 "leave it out: each process is given its part of every batch",
             )
         for callback in callbacks:
             if isinstance(callback, BatchSizeFinder):
-                raise refused(
+                raise order_error(
                     f"{type(callback).__name__} in task.callbacks, since the batch size is that of "
                     "all processes",
                     "leave it out, and set the loader's batch_size",
                 )
         for step in ("training_step", "validation_step", "test_step"):
             if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
-                raise refused(
+                raise order_error(
                     f"{step}(dataloader_iter), which takes batches as it likes",
                     f"write {step}(self, batch, batch_idx), {OR}",
                 )
 
-    def bound(self, comm: Communicator, precision: Precision) -> EngineStrategy:
-        made = OrderedStrategy.bound(comm=comm, precision=precision)
+    def bind_strategy(self, comm: Communicator, precision: Precision) -> EngineStrategy:
+        made = OrderedStrategy.bind(comm=comm, precision=precision)
         assert isinstance(made, OrderedStrategy)
         made.order = self
         return made
@@ -202,14 +202,14 @@ class GlobalOrder(Order):
 
     def check_training(self, loaders: CombinedLoader) -> None:
         if len(loaders.flattened) != 1:
-            raise refused(
+            raise order_error(
                 f"{len(loaders.flattened)} loaders in train_dataloader",
                 "give one over a dataset that holds all of them, as torch's StackDataset",
             )
 
     def limits(self, loaders: CombinedLoader, limits: list[int | float]) -> list[int | float]:
         if loaders._mode != "sequential" and len(loaders.flattened) > 1:
-            raise refused(
+            raise order_error(
                 f"a CombinedLoader of mode {loaders._mode} in an evaluation",
                 "return the loaders as a list, which are then evaluated one after another",
             )
@@ -238,7 +238,7 @@ class GlobalOrder(Order):
 
     # -- loaders --------------------------------------------------------------------------------
 
-    def placed(self, loader: Any, trainer: Any, mode: RunningStage) -> DataLoader[Any]:
+    def place_loader(self, loader: Any, trainer: Any, mode: RunningStage) -> DataLoader[Any]:
         """``loader`` with its samples in this order, and else as it is; a copy.
 
         Raises:
@@ -253,11 +253,11 @@ class GlobalOrder(Order):
         if trains:
             if batch % ranks:
                 raise indivisible(name, batch, ranks)
-            cut, place = Cut(batch, batch // ranks, ranks, rank), _place_of(trainer)
+            cut, place = BatchPartition(batch, batch // ranks, ranks, rank), _place_of(trainer)
         else:
             limit = getattr(trainer, f"limit_{mode.dataloader_prefix}_batches")
             kept = min(kept, batch * int(_parse_num_batches(mode, math.ceil(kept / batch), limit)))
-            cut, place = Cut(batch * ranks, batch, ranks, rank), None
+            cut, place = BatchPartition(batch * ranks, batch, ranks, rank), None
         keyed, weights = seeds_samples(loader.dataset, Loading()), weights_of(loader)
         shuffle = type(loader.sampler) is RandomSampler
         orders = partial(Orders, size, seed=self._seed, shuffle=shuffle, weights=weights)
@@ -282,21 +282,21 @@ class GlobalOrder(Order):
         # Past torch's guard of these names: whatever else the loader's class has made stays.
         vars(placed).update(sampler=batches, batch_sampler=batches, _iterator=None)
         if keyed:
-            vars(placed)["dataset"] = Drawn(loader.dataset, self._seed)
+            vars(placed)["dataset"] = SeededDataset(loader.dataset, self._seed)
         return placed
 
 
 class OrderedStrategy(EngineStrategy):
     """Weighs losses, and counts samples, as ``order`` says."""
 
-    order: Order = Order()
+    order: LightningOrder = LightningOrder()
 
     @property
     def is_distributed(self) -> bool:
         """On one process too: what is logged with ``sync_dist`` may go on on several."""
         return True
 
-    def weighed(self, loss: Tensor) -> Tensor:
+    def weigh(self, loss: Tensor) -> Tensor:
         """``loss`` as it enters backward."""
         factor = self.order.factor
         return loss if factor == 1.0 else loss * factor
@@ -323,7 +323,7 @@ class _Connector(_DataConnector):
     def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:
         if mode == RunningStage.PREDICTING:
             return super()._prepare_dataloader(dataloader, shuffle, mode)
-        return self._order.placed(dataloader, self.trainer, mode)
+        return self._order.place_loader(dataloader, self.trainer, mode)
 
 
 def _place_of(trainer: Any) -> Place:
@@ -350,7 +350,7 @@ def check_data(
     step: int,
     allow: Sequence[str],
 ) -> None:
-    """Holds the data of training against that of the run that was saved (see ``Order.facts``).
+    """Holds the data of training against that of the saved run (see ``LightningOrder.facts``).
 
     ``middle`` says that it was saved in the middle of an epoch, at ``step``.
 

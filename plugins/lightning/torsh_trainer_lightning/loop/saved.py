@@ -13,10 +13,10 @@ from lightning.pytorch.trainer import call
 from omegaconf import Container, OmegaConf
 from torch.optim import LBFGS, Optimizer
 
-from torsh_trainer.checkpoint.marks import marked
+from torsh_trainer.checkpoint.marks import mark_tensors
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.course import Cadence
 from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.training.cadence import Cadence
 from torsh_trainer_lightning.loop.facade import Facade
 from torsh_trainer_lightning.loop.hooked import (
     NEEDED,
@@ -39,7 +39,7 @@ class Saved(NamedTuple):
     left_out: frozenset[str] = frozenset()
 
 
-def saved_state(
+def collect_state(
     facade: Facade,
     comm: Communicator,
     *,
@@ -64,7 +64,7 @@ def saved_state(
     saved = Saved({})
     try:
         by_key = {} if whole is None else call_hooks(facade, state)
-        if whole is None or comm.world.is_main:
+        if whole is None or comm.world.is_rank_zero:
             own = {
                 "world_size": comm.world.size,
                 "batches": batches,
@@ -81,10 +81,10 @@ def saved_state(
         if error is not None:
             raise error
         return saved
-    return _agreed(comm, saved, error)
+    return _agree_on_state(comm, saved, error)
 
 
-def _agreed(comm: Communicator, saved: Saved, error: Exception | None) -> Saved:
+def _agree_on_state(comm: Communicator, saved: Saved, error: Exception | None) -> Saved:
     """What rank 0 saves; its error is raised on all ranks."""
     said = error
     if error is not None and not isinstance(error, ConfigError):
@@ -153,9 +153,9 @@ def _as_saved(
     data, objects = {}, {}
     for key, value in state.items():
         try:
-            held = marked(value, _no_weight if whole is None else whole.name_of)
+            held = mark_tensors(value, _no_weight if whole is None else whole.name_of)
         except ConfigError as part:
-            raise _refused(facade, key, part.sentence.removeprefix("it is "), by_key) from part
+            raise _data_error(facade, key, part.sentence.removeprefix("it is "), by_key) from part
         why = _why_no_data({key: held})
         if why is None:
             data[key] = held
@@ -170,7 +170,7 @@ def _as_saved(
                 why,
             )
         else:
-            raise _refused(facade, key, why, by_key)
+            raise _data_error(facade, key, why, by_key)
     parts = {"lightning": _as_bytes({**data, "torsh_trainer": own})}
     if objects:
         parts["objects"] = _as_bytes(objects)
@@ -204,12 +204,12 @@ def _without_whole(
             fix="leave them as they are; for a file without them, add Lightning's "
             "ModelCheckpoint(save_weights_only=True) to task.callbacks",
         )
-    left = whole.kept(state[WEIGHTS])
+    left = whole.keep(state[WEIGHTS])
     if left is None:
         state[WEIGHTS] = {}
         return frozenset()
     own["changed_weights"] = True
-    left_out = whole.missing_in(marked(state, whole.name_of))
+    left_out = whole.missing_in(mark_tensors(state, whole.name_of))
     own["left_out"] = sorted(left_out)
     return left_out
 
@@ -226,7 +226,7 @@ def _plain_settings(facade: Facade, state: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def _refused(facade: Facade, key: str, what: str, by_key: Mapping[str, str]) -> ConfigError:
+def _data_error(facade: Facade, key: str, what: str, by_key: Mapping[str, str]) -> ConfigError:
     who = by_key.get(key) or {
         "callbacks": "the state_dict of a callback",
         "lr_schedulers": "the state_dict of a scheduler",
@@ -271,7 +271,7 @@ def check_savable(optimizers: Mapping[str, Optimizer], cadence: Cadence) -> None
     Raises:
         Unsupported: names the optimizer.
     """
-    if not (cadence.save_at_end or cadence.save_every or cadence.save_every_epochs):
+    if not cadence.saves:
         return
     for optimizer in optimizers.values():
         if isinstance(optimizer, LBFGS):

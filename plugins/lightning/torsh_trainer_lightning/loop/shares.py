@@ -74,12 +74,12 @@ class Shares:
         prepare, limit = connector._prepare_dataloader, trainer.limit_train_batches
         trainer.limit_train_batches = 1.0  # what it limits is a process's share
 
-        def prepared(loader: Any, shuffle: bool, mode: RunningStage) -> Any:
+        def prepare_share(loader: Any, shuffle: bool, mode: RunningStage) -> Any:
             if mode != RunningStage.TRAINING:
                 return prepare(loader, shuffle=shuffle, mode=mode)
             return Turns(self, self._loaders(loader, trainer), limit)
 
-        connector._prepare_dataloader = prepared
+        connector._prepare_dataloader = prepare_share
 
     def _loaders(self, loader: Any, trainer: Any) -> list[DataLoader[Any]]:
         if (

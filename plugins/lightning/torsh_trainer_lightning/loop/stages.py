@@ -9,7 +9,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from torsh_trainer.checkpoint.rng import rng_state, set_rng_state
 from torsh_trainer.strategies.base import Engine
-from torsh_trainer_lightning.adapter import Configured, Thaw, joined
+from torsh_trainer_lightning.adapter import Configured, Thaw, join_groups
 from torsh_trainer_lightning.loop.ckpt import read_ckpt
 from torsh_trainer_lightning.loop.facade import Facade
 
@@ -76,7 +76,7 @@ class Stages:
             self.thaw.begin()
         return self.module
 
-    def configured(self) -> None:
+    def after_configuration(self) -> None:
         """``configure_optimizers`` has been called: what it drew counts."""
         self._draws = rng_state(self._device)
 
@@ -86,7 +86,7 @@ class Stages:
             each.training = training
         if self.trains:
             self.thaw.end(self._freed)
-        joined(configured, engine)
+        join_groups(configured, engine)
         strategy: Any = self.facade.strategy
         strategy.attach(engine, configured)
 
@@ -106,7 +106,7 @@ class Stages:
     def _begin(self, stage: str) -> None:
         set_rng_state(self._draws, self._device)
         path, self._ckpt_path = self._ckpt_path, None
-        with self.facade.guarded():
+        with self.facade.guard():
             self.facade.begin(stage, self.module, self._datamodule, ckpt=path, read=self._read)
         self._begun = stage
         self._draws = rng_state(self._device)

@@ -12,7 +12,7 @@ from torsh_trainer.errors import ConfigError
 
 
 @contextlib.contextmanager
-def worded() -> Iterator[None]:
+def reword_errors() -> Iterator[None]:
     """Makes one sentence of what Lightning itself refuses within; errors of user code pass.
 
     Raises:

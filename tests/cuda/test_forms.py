@@ -1,0 +1,86 @@
+"""No test of a GPU can only skip: each has a form that a machine without one runs.
+
+The exceptions need two GPUs, and are named here.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONTRACTS_ON_CPUS = {  # a class of test_contracts.py: where the same strategy keeps it on gloo
+    "TestCommunicatorOnOne": "test_comm_contract.py::TestGloo",
+    "TestCommunicatorOnTwo": "test_comm_contract.py::TestGloo",
+    "TestSingleOnOne": "test_contract_single.py::TestSingle",
+    "TestDDPOnOne": "test_contract_ddp.py::TestDDP",
+    "TestDDPOnTwo": "test_contract_ddp.py::TestDDP",
+    "TestFSDPOnOne": "test_contract_fsdp.py::TestFSDP",
+    "TestFSDPOnTwo": "test_contract_fsdp.py::TestFSDPOfBlocks",
+    "TestFSDPOffloadedOnTwo": "test_contract_fsdp.py::TestFSDPOnHostMemory",
+    "TestNCCLOnOne": "test_contract_builtin.py::TestGloo",
+    "TestNCCLOnTwo": "test_contract_builtin.py::TestGloo",
+    "TestDPOnOne": "test_contract_single.py::TestSingle",  # one device: a DataParallel of nothing
+}
+ONLY_WITH_TWO = {"test_steps.py::test_dp_cuts_a_micro_batch_over_two_gpus"}
+HERE = Path(__file__).parent
+
+
+def collected(*words: str) -> set[str]:
+    """Tests of this folder that pytest collects, as ``file.py::name[params]``."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *words, str(HERE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(re.findall(r"^\S*?(test_\w+\.py::\S+)$", done.stdout, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def marked() -> set[str]:
+    return collected("-m", "gpu")
+
+
+def function_of(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def test_each_test_of_a_gpu_has_a_form_without_one(marked: set[str]) -> None:
+    plain = {function_of(test) for test in collected("-m", "not gpu")}
+    assert marked
+    contracts = {t for t in marked if t.startswith("test_contracts.py")}
+    lacking = {function_of(test) for test in marked - contracts} - plain
+    assert lacking == ONLY_WITH_TWO
+    assert {test.split("::")[1] for test in contracts} == set(CONTRACTS_ON_CPUS)
+
+
+def test_the_forms_of_the_contracts_exist(repository: Path) -> None:
+    for where in set(CONTRACTS_ON_CPUS.values()):
+        file, name = where.split("::")
+        text = (repository / "tests" / "distributed" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^class {name}\(\w+Contract\)", text, re.MULTILINE), where
+
+
+def test_what_needs_two_gpus_is_marked_so(marked: set[str]) -> None:
+    two = {t for t in marked if "cuda-2" in t or "OnTwo" in t or function_of(t) in ONLY_WITH_TWO}
+    assert two
+    assert collected("-m", "gpus") == two
+
+
+@pytest.mark.parametrize(
+    ("devices", "count", "words"),
+    [
+        (0, 1, "torch sees no CUDA device here"),
+        (0, 2, "torch sees no CUDA device here"),
+        (1, 1, ""),
+        (1, 2, "needs 2 GPUs, and there is 1"),
+        (2, 2, ""),
+    ],
+)
+def test_one_reason_says_why_a_test_is_not_run(
+    devices: int, count: int, words: str, monkeypatch: pytest.MonkeyPatch, lacks: Any
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: devices > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    assert lacks(count) == words

@@ -1,6 +1,0 @@
-"""The scheduler of collectives under the module name that the guides import it from."""
-
-from torsh_trainer.comm.scheduler import CommunicationScheduler, NcclScheduler, Priority
-from torsh_trainer.comm.tuning import AlgorithmTable
-
-__all__ = ["AlgorithmTable", "CommunicationScheduler", "NcclScheduler", "Priority"]

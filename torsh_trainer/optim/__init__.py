@@ -1,0 +1,1 @@
+"""Optimizers, learning rates, precision and averages, as values."""

@@ -1,0 +1,1 @@
+"""What every room may use: files, names, words, and nothing of training."""
