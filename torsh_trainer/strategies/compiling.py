@@ -131,10 +131,11 @@ _told: CompileListener | None = None
 def tell_of_compilations() -> None:
     """From now on a run that waits for torch.compile is told so; costs a step nothing."""
     global _told  # noqa: PLW0603  # torch has one handler a process
-    if _told is None:
-        # Imported here: it takes a second, and few runs compile.
-        from torch._dynamo.callback import callback_handler
+    # Imported here: it takes a second, and few runs compile.
+    from torch._dynamo.callback import callback_handler
 
+    if _told is None:
         _told = CompileListener()
+    if _told.begin not in callback_handler.start_callbacks:  # torch._dynamo.reset() removes all
         callback_handler.register_start_callback(_told.begin)
         callback_handler.register_end_callback(_told.end)
