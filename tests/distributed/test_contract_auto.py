@@ -15,6 +15,7 @@ class TestAuto(StrategyContract):
 class TestAutoWithoutMemory(StrategyContract):
     """A fraction of memory in which not even the tiny model fits: auto shards it."""
 
+    variant = True
     strategy = Auto(memory_fraction=1e-9)
     world_sizes = (2,)
     for_branches = FSDP(find_unused_parameters=True)

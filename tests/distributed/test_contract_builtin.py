@@ -11,11 +11,13 @@ class TestGloo(StrategyContract):
 
 
 class TestGlooInSmallBuckets(StrategyContract):
+    variant = True
     strategy = Gloo(bucket_cap_mb=0.0005, broadcast_buffers=False)
     world_sizes = (2,)
     for_unused = Gloo(bucket_cap_mb=0.0005, find_unused_parameters=True)
 
 
 class TestGlooWithoutOverlapAndWithZero1(StrategyContract):
+    variant = True
     strategy = Gloo(overlap=False, find_unused_parameters=True, zero1=True)
     world_sizes = (2,)

@@ -16,18 +16,21 @@ class TestDDPWithZero1(StrategyContract):
 
 
 class TestDDPWithoutOverlap(StrategyContract):
+    variant = True
     strategy = DDP(overlap=False, bucket_cap_mb=0.0005)
     world_sizes = (2,)
     for_unused = DDP(overlap=False, find_unused_parameters=True)
 
 
 class TestDDPOnAStaticGraph(StrategyContract):
+    variant = True
     strategy = DDP(static_graph=True)
     world_sizes = (2,)
     for_branches = DDP(find_unused_parameters=True)
 
 
 class TestDDPWithGradientsOfTheirOwn(StrategyContract):
+    variant = True
     strategy = DDP(gradient_as_bucket_view=False, broadcast_buffers=False, bucket_cap_mb=0.0005)
     world_sizes = (2,)
     for_unused = DDP(gradient_as_bucket_view=False, find_unused_parameters=True)
@@ -36,6 +39,7 @@ class TestDDPWithGradientsOfTheirOwn(StrategyContract):
 class TestDDPThatSumsBackwardPasses(StrategyContract):
     """Horovod's option: the gradient is larger by this factor, in the reference as well."""
 
+    variant = True
     strategy = DDP(backward_passes_per_step=2)
     world_sizes = (2,)
     micro_batches = 2

@@ -38,11 +38,13 @@ class TestFSDP(TwoByTwo):
 
 
 class TestGloo(TwoByTwo):
+    variant = True
     strategy = Gloo()
     for_unused = Gloo(find_unused_parameters=True)
 
 
 class TestGlooWithZero1(TwoByTwo):
+    variant = True
     strategy = Gloo(zero1=True, find_unused_parameters=True)
 
 

@@ -7,7 +7,7 @@ import math
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
 import torch
@@ -63,6 +63,20 @@ CAPABILITIES = (
 """What a strategy may refuse; all else is what a strategy is for."""
 
 
+_Rule = TypeVar("_Rule", bound=Callable[..., None])
+
+EXHAUSTIVE = (
+    "exhaustive: the rest of a matrix, of which one row holds the promise already (make test-all)"
+)
+"""The pytest marker, as a line of its registration."""
+
+
+def _gradient(rule: _Rule) -> _Rule:
+    """Marks a rule that looks at the numbers of a step: every variant and world size runs it."""
+    rule.is_about_gradients = True  # type: ignore[attr-defined]
+    return rule
+
+
 class StrategyContract:
     """What every strategy must do; a plugin's test is one class that inherits this one.
 
@@ -76,6 +90,11 @@ class StrategyContract:
     ``comm_options`` choose the backend of the processes, gloo where they do not.
     With ``model_replicate`` so many processes stand in the place of each of ``world_sizes``, and
     compute the same thing on the same samples.
+
+    With ``variant`` the class tries other knobs of a strategy that has a class of its own. All rules
+    run for a strategy on two processes (or on its first number of them); on other numbers, and for
+    a variant, those that are not about gradients carry the marker ``exhaustive``, so that
+    ``pytest -m "not exhaustive"`` holds every promise once.
     """
 
     strategy: ClassVar[Strategy]
@@ -88,19 +107,40 @@ class StrategyContract:
     device: ClassVar[str] = "cpu"
     comm_options: ClassVar[CommOptions] = OPTIONS
     model_replicate: ClassVar[int] = 1
+    variant: ClassVar[bool] = False
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: Any) -> None:
         """pytest's hook: one test for each world size."""
-        if "world_size" in metafunc.fixturenames:
-            sizes = metafunc.cls.world_sizes
-            metafunc.parametrize("world_size", sizes, ids=[f"{size}-ranks" for size in sizes])
+        if "world_size" not in metafunc.fixturenames:
+            return
+        import pytest  # noqa: PLC0415  # it is there, since it calls this
+
+        metafunc.config.addinivalue_line("markers", EXHAUSTIVE)
+        sizes = metafunc.cls.world_sizes
+        whole = 2 if 2 in sizes else sizes[0]
+        gradients = getattr(metafunc.function, "is_about_gradients", False)
+        metafunc.parametrize(
+            "world_size",
+            [
+                pytest.param(
+                    size,
+                    id=f"{size}-ranks",
+                    marks=()
+                    if gradients or (size == whole and not metafunc.cls.variant)
+                    else pytest.mark.exhaustive,
+                )
+                for size in sizes
+            ],
+        )
 
     # -- the gradient, SGD first: Adam would hide a factor -----------------------------------------
 
+    @_gradient
     def test_three_steps_of_sgd_equal_plain_pytorch(self, world_size: int) -> None:
         self._equals(Scenario(), world_size)
 
+    @_gradient
     def test_accumulated_micro_batches_equal_one_large_batch(self, world_size: int) -> None:
         data = TinyData(accumulate=3)
         self._equals(Scenario(data=data), world_size, needs="accumulation")
@@ -108,12 +148,14 @@ class StrategyContract:
     def test_a_ragged_tail_counts_every_sample_once(self, world_size: int) -> None:
         self._equals(Scenario(data=TinyData(ragged=True)), world_size)
 
+    @_gradient
     def test_the_tail_of_an_accumulated_step_counts_every_sample_once(
         self, world_size: int
     ) -> None:
         data = TinyData(ragged=True, accumulate=2)
         self._equals(Scenario(data=data), world_size, needs="accumulation")
 
+    @_gradient
     def test_the_gradient_is_the_mean_over_all_tokens_though_ranks_have_different_numbers(
         self, world_size: int
     ) -> None:
@@ -123,6 +165,7 @@ class StrategyContract:
         data = TinyData(tokens=True, accumulate=2)
         self._equals(Scenario(data=data), world_size, needs="accumulation")
 
+    @_gradient
     def test_clipping_by_norm_uses_the_norm_of_the_global_gradient(self, world_size: int) -> None:
         scenario = Scenario(clip=Clip(norm=0.1), data=TinyData(tokens=True))
         self._equals(scenario, world_size, needs="clip_norm")
@@ -132,6 +175,7 @@ class StrategyContract:
 
     # -- optimizers and schedules ------------------------------------------------------------------
 
+    @_gradient
     def test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch(self, world_size: int) -> None:
         scenario = Scenario(
             optimizer="adamw",
@@ -148,6 +192,7 @@ class StrategyContract:
     def test_two_optimizers_step_their_own_parameters(self, world_size: int) -> None:
         self._equals(Scenario(optimizer="two"), world_size, needs="several_optimizers")
 
+    @_gradient
     def test_a_parameter_that_no_rank_used_is_not_updated(self, world_size: int) -> None:
         scenario = Scenario(model=TinyModelOptions(unused=True), optimizer="adamw")
         strategy = self.for_unused or self.strategy
@@ -173,6 +218,7 @@ class StrategyContract:
 
     # -- precision ---------------------------------------------------------------------------------
 
+    @_gradient
     def test_mixed_bf16_equals_plain_autocast(self, world_size: int) -> None:
         self._equals(Scenario(precision=BF16_MIXED), world_size, needs="bf16_mixed")
 
@@ -265,6 +311,7 @@ class StrategyContract:
 
     # -- state -------------------------------------------------------------------------------------
 
+    @_gradient
     def test_a_state_carries_training_into_a_fresh_engine(self, world_size: int) -> None:
         scenario = Scenario(
             optimizer="adamw",

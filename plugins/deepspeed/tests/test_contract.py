@@ -44,6 +44,7 @@ class TestStage1(StrategyContract):
 
 
 class TestStage2(StrategyContract):
+    variant = True
     strategy = replace(SMALL, stage=2)
     world_sizes = (2,)
     refuses = SHARDED

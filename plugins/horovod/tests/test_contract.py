@@ -14,6 +14,7 @@ class TestHorovod(StrategyContract):
 
 
 class TestSummedPasses(StrategyContract):
+    variant = True
     strategy = Horovod(backward_passes_per_step=2)
     for_unused = Horovod(backward_passes_per_step=2, find_unused_parameters=True)
     micro_batches = 2
@@ -22,6 +23,7 @@ class TestSummedPasses(StrategyContract):
 
 
 class TestSummedRanks(StrategyContract):
+    variant = True
     strategy = Horovod(op="sum")
     for_unused = Horovod(op="sum", find_unused_parameters=True)
     world_sizes = (2,)
@@ -29,6 +31,7 @@ class TestSummedRanks(StrategyContract):
 
 
 class TestGroups(StrategyContract):
+    variant = True
     strategy = Horovod(groups=3, fusion_threshold_mb=0, cache_capacity=0)
     for_unused = Horovod(find_unused_parameters=True)
     world_sizes = (2,)
@@ -36,6 +39,7 @@ class TestGroups(StrategyContract):
 
 
 class TestPredivided(StrategyContract):
+    variant = True
     strategy = Horovod(gradient_predivide_factor=2.0)
     for_unused = Horovod(gradient_predivide_factor=2.0, find_unused_parameters=True)
     world_sizes = (2,)

@@ -25,6 +25,7 @@ class TestDDP(StrategyContract):
 
 
 class TestDDPWithZero1(StrategyContract):
+    variant = True
     strategy = DDP(zero1=True, find_unused_parameters=True)
     comm_options = MPI
     world_sizes = (2,)
@@ -45,6 +46,7 @@ class TestBuiltInWithZero1(StrategyContract):
 
 
 class TestFSDP(StrategyContract):
+    variant = True
     world_sizes = (2,)
     strategy = FSDP()
     for_branches = FSDP(find_unused_parameters=True)
@@ -52,6 +54,7 @@ class TestFSDP(StrategyContract):
 
 
 class TestHSDP(StrategyContract):
+    variant = True
     strategy = FSDP(shard_size=2, wrap_min_parameters=60)
     for_branches = FSDP(shard_size=2, wrap_min_parameters=60, find_unused_parameters=True)
     comm_options = MPI
@@ -59,6 +62,7 @@ class TestHSDP(StrategyContract):
 
 
 class TestDDPBesideTheSameSamples(StrategyContract):
+    variant = True
     strategy = DDP()
     comm_options = MPI
     world_sizes = (2,)
@@ -67,6 +71,7 @@ class TestDDPBesideTheSameSamples(StrategyContract):
 
 
 class TestBuiltInWithZero1BesideTheSameSamples(StrategyContract):
+    variant = True
     strategy = builtin.MPI(zero1=True, find_unused_parameters=True)
     comm_options = MPI
     world_sizes = (2,)
