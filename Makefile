@@ -16,10 +16,11 @@ help:  ## list the targets
 demo: $(VENV)/.installed-recipes  ## train the digits recipe with DDP on two processes
 	$(PY) -m torsh_trainer +recipe=digits strategy=ddp launcher.num_processes=2
 
-test: lint docs  ## lint, types, import rules, strict docs, then the tests
-	$(PY) -m pytest -n $(JOBS) --dist worksteal
+test: lint docs  ## lint, types, import rules, strict docs, then the tests: every promise once
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not exhaustive"
 
-test-all: test  ## the tests, then 10,000 random combinations beside plain PyTorch (about an hour)
+test-all: lint docs  ## all tests with their matrices, then 10,000 random combinations beside plain PyTorch
+	$(PY) -m pytest -n $(JOBS) --dist worksteal
 	OMP_NUM_THREADS=1 $(PY) -m torsh_trainer.testing.fuzzing --combinations 10000 \
 		--record tests/distributed/fuzzed.json
 

@@ -70,3 +70,17 @@ def test_constraints_pin_every_requirement_exactly(repository, project, plugins)
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in wanted} - ours
     normal = {pin.split("==")[0].lower().replace("_", "-") for pin in pins}
     assert {name.lower().replace("_", "-") for name in names} - normal == set()
+
+
+def test_pages_name_modules_that_exist(repository):
+    package = repository / "torsh_trainer"
+    rooms = "|".join(sorted(path.name for path in package.iterdir() if path.is_dir()))
+    named = re.compile(rf"`(?:torsh_trainer/)?((?:{rooms})/[\w/]+\.py)`")
+    pages = [page for page in (repository / "docs").rglob("*.md") if "decisions" not in page.parts]
+    names = [
+        (page.name, name)
+        for page in [*pages, repository / "README.md", repository / "CONTRIBUTING.md"]
+        for name in named.findall(page.read_text("utf-8"))
+    ]
+    assert len(names) > 20, "the pages name modules in another way"
+    assert [(page, name) for page, name in names if not (package / name).is_file()] == []
