@@ -200,6 +200,56 @@ def test_what_training_reads_is_rank_0s_under_every_engine_and_named():
         torch.testing.assert_close(found.buffers, all_found[0].buffers, rtol=1e-6, atol=0)
 
 
+class Bounded(nn.Module):
+    """Its weights are divided by their largest singular value, which each forward refines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6))
+        self.last = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def train_bounded_plainly() -> Found:
+    """Plain PyTorch, as rank 0 refines: its micro-batches and another's begin from one estimate."""
+    task = Averages(Bounded)
+    model = task.build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = task.data.train.tensors
+    losses: list[float] = []
+    for epoch in range(STEPS):
+        for batch in torch.tensor(epoch_order(SAMPLES, seed=SEED, epoch=epoch, shuffle=True)).split(
+            BATCH
+        ):
+            optimizer.zero_grad()
+            start = {n: b.clone() for n, b in model.named_buffers()}
+            total = 0.0
+            for rank in (1, 0):
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(start[name])
+                for ids in batch.split(MICRO)[rank::2]:
+                    loss = nn.functional.mse_loss(model(x[ids]), y[ids]) * len(ids) / len(batch)
+                    loss.backward()
+                    total += float(loss.detach())
+            optimizer.step()
+            losses.append(total)
+            if len(losses) == STEPS:
+                return Found(losses, {n: b.clone() for n, b in model.named_buffers()}, [])
+    raise AssertionError
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), Gloo()], ids=name_of)
+def test_spectral_norm_follows_rank_0_and_is_named(strategy):
+    right = train_bounded_plainly()
+    for found in shared_pool(2).run(train, strategy, Averages(Bounded)):
+        torch.testing.assert_close(found.losses, right.losses, rtol=1e-5, atol=1e-6)
+        for name, buffer in right.buffers.items():
+            torch.testing.assert_close(found.buffers[name], buffer, rtol=1e-5, atol=1e-6, msg=name)
+        assert found.changing == list(right.buffers)
+
+
 def test_a_buffer_that_a_task_names_and_the_model_lacks_is_refused():
     class Wrong(Averages):
         def running_averages(self, model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from torch.optim import SGD, Optimizer
 
 from torsh_trainer import DDP
 from torsh_trainer.strategies.base import Strategy
-from torsh_trainer.strategies.builtin import Gloo
+from torsh_trainer.strategies.builtin import MPI, Gloo
 from torsh_trainer.testing import cases, reference
-from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.ranks import OPTIONS, shared_pool
 from torsh_trainer.testing.reference import Scenario
 from torsh_trainer.testing.tiny import TinyTask
 
@@ -67,13 +67,17 @@ class KeptScenario(Scenario):
         return self.kind(self.model)
 
 
-@pytest.mark.parametrize("strategy", [DDP(zero1=True), Gloo(zero1=True)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "strategy", [DDP(zero1=True), Gloo(zero1=True), MPI(zero1=True)], ids=lambda s: s.name
+)
 @pytest.mark.parametrize("kind", [AttributeTask, HookTask])
 def test_attributes_and_hooks_of_an_optimizer_are_those_of_plain_torch(
     strategy: Strategy, kind: type[TinyTask]
 ) -> None:
     scenario = KeptScenario(kind=kind)
     plain = reference.train(scenario, 2)
-    for outcome in shared_pool(2).run(cases.train, strategy, scenario):
+    backend = "mpi" if isinstance(strategy, MPI) else OPTIONS.backend
+    pool = shared_pool(2, options=replace(OPTIONS, backend=backend))
+    for outcome in pool.run(cases.train, strategy, scenario):
         for name, value in plain.parameters.items():
             torch.testing.assert_close(outcome.parameters[name], value, rtol=1e-5, atol=1e-6)

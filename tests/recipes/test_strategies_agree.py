@@ -23,12 +23,15 @@ RUN = [
 
 
 def curve(door: Any, folder: Path, *overrides: str, **options: Any) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step of a run through the command line."""
+    """(loss, gradient norm) of each step of a run through the command line; the last pair is the
+    (loss, accuracy) of the evaluation at its end."""
     done = door([*RUN, f"hydra.run.dir={folder}", *overrides], timeout_s=1200, **options)
     assert done.returncode == 0, done.stderr
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
-    return [(row["loss"], row["grad_norm"]) for row in rows if row["split"] == "train"]
+    steps = [(row["loss"], row["grad_norm"]) for row in rows if row["split"] == "train"]
+    (end,) = [(row["loss"], row["accuracy"]) for row in rows if row["split"] == "eval"]
+    return [*steps, end]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, warm_command: Any) -> Any:
 
 
 def same(found: list[tuple[float, float]], alone: list[tuple[float, float]]) -> None:
-    assert len(found) == STEPS
+    assert len(found) == len(alone) == STEPS + 1
     for mine, expected in zip(found, alone, strict=True):
         assert mine == pytest.approx(expected, rel=2e-5)
 

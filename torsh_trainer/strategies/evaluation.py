@@ -11,6 +11,7 @@ from torch import nn
 
 from torsh_trainer.optim.ema import Ema
 from torsh_trainer.strategies.buffers import Buffers
+from torsh_trainer.strategies.writes import Writes
 from torsh_trainer.tasks.base import Mean, Task, metrics_of, sum_of
 
 Around = Callable[[bool], contextlib.AbstractContextManager[None]]
@@ -21,7 +22,8 @@ class Evaluation:
     """Runs ``module``, the wrapper around ``model``, in evaluation mode.
 
     ``autocast`` is the dtype that autocast computes in, None for none. ``ema`` is the moving
-    average, if there is one. ``around`` is entered first and left last.
+    average, if there is one. ``around`` is entered first and left last. ``writes`` looks for
+    parameters that a forward writes to.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Evaluation:
         autocast: torch.dtype | None,
         ema: Ema | None,
         around: Around,
+        writes: Writes,
     ) -> None:
         self._model = model
         self._module = module
@@ -42,6 +45,7 @@ class Evaluation:
         self._autocast = autocast
         self._ema = ema
         self._around = around
+        self._writes = writes
 
     def evaluate(
         self, batches: Iterable[tuple[Any, bool]], task: Task, *, averaged: bool
@@ -50,7 +54,8 @@ class Evaluation:
         parts: dict[str, list[Mean]] = {}
         with self.running(averaged=averaged):
             for batch, counts in batches:
-                metrics = metrics_of(task.evaluate(self._module, batch))
+                with self._writes.watch_evaluation():
+                    metrics = metrics_of(task.evaluate(self._module, batch))
                 if counts:
                     for name, mean in metrics.items():
                         parts.setdefault(name, []).append(mean)
@@ -62,7 +67,8 @@ class Evaluation:
         """See ``Engine.predict``."""
         with self.running(averaged=averaged):
             for batch, counts in batches:
-                outputs = task.predict(self._module, batch)
+                with self._writes.watch_evaluation():
+                    outputs = task.predict(self._module, batch)
                 if counts:
                     yield outputs
 

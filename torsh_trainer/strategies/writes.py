@@ -8,6 +8,7 @@ everywhere, and the processes train apart. Neither would end in an error of its 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
+
+log = logging.getLogger(__name__)
 
 DUE_FORWARDS = frozenset([1, 2, *(16 * 8**power for power in range(12))])
 """Forwards that are looked at: what is looked for may have no occasion for a while."""
@@ -60,6 +63,7 @@ class Writes:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._before: dict[int, dict[str, _Seen]] = {}
         self._found: dict[str, int] = {}
+        self._told = False
 
     @contextlib.contextmanager
     def watch_forward(self, *, alike: bool = True) -> Iterator[None]:
@@ -88,6 +92,24 @@ class Writes:
             self._refuse_lost(*self._loses)
         elif alike:
             self._refuse_different()
+
+    @contextlib.contextmanager
+    def watch_evaluation(self) -> Iterator[None]:
+        """One forward of an evaluation, where processes do not come together. Tells a write once.
+
+        Raises:
+            Unsupported: names a parameter that was written to, where that is lost.
+        """
+        with self.watch_forward(alike=False):
+            yield
+        if self._found and not self._told:
+            self._told = True
+            log.warning(
+                "a forward of an evaluation writes to the parameter %r: unless that follows from "
+                "parameters alone, however often it runs, the processes train apart from here on; "
+                "write while training alone (if self.training)",
+                min(self._found),
+            )
 
     def _hook_modules(self) -> Iterator[Any]:
         for module in self._model.modules():

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from loops import as_torchrun
 from test_strategy import Leaves, Net, Saves, fitted
 from torch import nn
@@ -79,6 +80,32 @@ class Counts(Net):
     def train(self, mode: bool = True) -> Any:
         self.asked.append(mode)
         return super().train(mode)
+
+
+class TwoOptimizers(Net):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.body, self.head)]
+
+
+class Forgetful(Net):
+    """Never calls the closure that computes its step."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        """Steps nothing."""
 
 
 class Brought(Net):
@@ -272,3 +299,27 @@ def test_a_class_that_fsdp_cannot_change_is_refused(tmp_path):
     torch.distributed.destroy_process_group()
     with pytest.raises(Unsupported, match=r"the class Typed.*inherit from its module first"):
         fitted("torsh_fsdp", seeded(Typed), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["torsh_single", "torsh_ddp", "torsh_fsdp"])
+def test_a_checkpoint_of_another_number_of_optimizers_is_refused(tmp_path, name):
+    file = tmp_path / "two.ckpt"
+    fitted("torsh_single", seeded(TwoOptimizers), tmp_path).save_checkpoint(file)
+    module = seeded(Net)
+    with pytest.raises(ConfigError, match="has 2 optimizers, and this run 1; resume with the opt"):
+        fitted(name, module, tmp_path, ckpt_path=file)
+    assert not module.losses
+
+
+@pytest.mark.parametrize("name", ["auto", "torsh_single", "torsh_ddp"])
+def test_a_closure_that_is_never_run_is_told(tmp_path, name):
+    with pytest.raises(MisconfigurationException, match="closure hasn't been executed"):
+        fitted(name, seeded(Forgetful), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["torsh_single", "torsh_ddp", "torsh_fsdp"])
+def test_a_module_that_was_compiled_outside_is_refused_by_lightning_itself(tmp_path, name):
+    module = seeded(Net)
+    with pytest.raises(RuntimeError, match="compiled model is incompatible"):
+        fitted(name, torch.compile(module, backend="eager"), tmp_path)
+    assert not module.losses
