@@ -65,12 +65,6 @@ CAPABILITIES = (
 
 _Rule = TypeVar("_Rule", bound=Callable[..., None])
 
-EXHAUSTIVE = (
-    "exhaustive: the rest of a matrix, of which one row holds the promise already (make test-all)"
-)
-"""The pytest marker, as a line of its registration."""
-
-
 def _gradient(rule: _Rule) -> _Rule:
     """Marks a rule that looks at the numbers of a step: every variant and world size runs it."""
     rule.is_about_gradients = True  # type: ignore[attr-defined]
@@ -91,10 +85,9 @@ class StrategyContract:
     With ``model_replicate`` so many processes stand in the place of each of ``world_sizes``, and
     compute the same thing on the same samples.
 
-    With ``variant`` the class tries other knobs of a strategy that has a class of its own. All rules
-    run for a strategy on two processes (or on its first number of them); on other numbers, and for
-    a variant, those that are not about gradients carry the marker ``exhaustive``, so that
-    ``pytest -m "not exhaustive"`` holds every promise once.
+    With ``variant`` the class tries other knobs of a strategy that has a class of its own. A suite
+    that holds every promise once runs all rules for a strategy on two processes (or on its first
+    number of them); on other numbers, and for a variant, those about gradients: ``is_exhaustive``.
     """
 
     strategy: ClassVar[Strategy]
@@ -112,27 +105,16 @@ class StrategyContract:
     @classmethod
     def pytest_generate_tests(cls, metafunc: Any) -> None:
         """pytest's hook: one test for each world size."""
-        if "world_size" not in metafunc.fixturenames:
-            return
-        import pytest  # noqa: PLC0415  # it is there, since it calls this
+        if "world_size" in metafunc.fixturenames:
+            sizes = metafunc.cls.world_sizes
+            metafunc.parametrize("world_size", sizes, ids=[f"{size}-ranks" for size in sizes])
 
-        metafunc.config.addinivalue_line("markers", EXHAUSTIVE)
-        sizes = metafunc.cls.world_sizes
-        whole = 2 if 2 in sizes else sizes[0]
-        gradients = getattr(metafunc.function, "is_about_gradients", False)
-        metafunc.parametrize(
-            "world_size",
-            [
-                pytest.param(
-                    size,
-                    id=f"{size}-ranks",
-                    marks=()
-                    if gradients or (size == whole and not metafunc.cls.variant)
-                    else pytest.mark.exhaustive,
-                )
-                for size in sizes
-            ],
-        )
+    @classmethod
+    def is_exhaustive(cls, rule: Callable[..., None], world_size: int) -> bool:
+        """Whether this rule on so many processes holds what another one holds already."""
+        whole = 2 if 2 in cls.world_sizes else cls.world_sizes[0]
+        gradients = getattr(rule, "is_about_gradients", False)
+        return not gradients and (cls.variant or world_size != whole)
 
     # -- the gradient, SGD first: Adam would hide a factor -----------------------------------------
 
