@@ -38,7 +38,7 @@ from torsh_trainer.strategies.sharded import ShardedGradients, ShardedModel, fin
 from torsh_trainer.strategies.trainability import Change
 from torsh_trainer.strategies.uncut import Uncut, check_one_dtype, find_uncut, parameters_by_unit
 from torsh_trainer.strategies.uncut import tell as tell_uncut
-from torsh_trainer.strategies.units import CommonOrder, WholePass
+from torsh_trainer.strategies.units import CommonOrder, WholePass, list_gathered
 from torsh_trainer.strategies.within_loss import ShardReadGuard, in_words, refuse_second_order
 from torsh_trainer.strategies.writes import Writes, copy_words
 from torsh_trainer.tasks.base import Task
@@ -328,7 +328,10 @@ class FSDPEngine(NativeEngine):
 
     def _watch_writes(self, job: Job) -> Writes:
         who = copy_words("strategy=fsdp")
-        return Writes(self.model, self.comm, loses=who, hooks=job.compile is None)
+        if job.compile is None:
+            return Writes(self.model, self.comm, loses=who, hooks=True)
+        # A hook on a module would have it compiled again.
+        return Writes(self.model, self.comm, loses=who, copies=lambda: list_gathered(self.model))
 
     def _forward(self, batch: Any, task: Task) -> Tensor:
         with ShardReadGuard(self._names) if self._watches else contextlib.nullcontext():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,17 @@ FIX = "set strategy.find_unused_parameters=true, or have every process run the s
 def units_of(root: Any) -> list[Any]:
     """FSDP2's groups of parameters below ``root``, in the order of their first modules."""
     return [unit for _, unit in _name_units(root)]
+
+
+def list_gathered(root: Any) -> Iterator[tuple[str, Tensor]]:
+    """The whole parameters that forwards below ``root`` see, by name; none before the first one.
+
+    They hold values in a forward alone. Gathering does not count as a write to them, all else does.
+    """
+    for unit in units_of(root):
+        for part in unit.fsdp_params:
+            if getattr(part, "_unsharded_param", None) is not None:
+                yield part._param_fqn or "?", part._unsharded_param
 
 
 def find_merged_states(root: Any) -> list[Any]:

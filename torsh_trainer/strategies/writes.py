@@ -41,8 +41,9 @@ class Writes:
 
     ``loses`` says whose forwards see no parameters of their own, and what comes of it
     (``copy_words``), and is None where they do. ``hooks`` False looks at the whole model
-    before and after a forward; copies that are only there meanwhile need True. ``is_gathered``
-    says whether a parameter has its values just now.
+    before and after a forward; copies that are only there meanwhile need True, or ``copies``, which
+    gives them by name: of those torch's count of writes is read, not the values (a write through
+    ``.data`` is not counted). ``is_gathered`` says whether a parameter has its values just now.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Writes:
         *,
         loses: tuple[str, str] | None = None,
         hooks: bool = False,
+        copies: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
         is_gathered: Callable[[Tensor], bool] = lambda parameter: True,
     ) -> None:
         self._model = model
         self._comm = comm
         self._loses = loses
         self._hooks = hooks
+        self._copies = copies
         self._is_gathered = is_gathered
         self._forwards = 0
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -92,6 +95,7 @@ class Writes:
             self._refuse_lost(*self._loses)
         elif alike:
             self._refuse_different()
+            self._tell_repeated()
 
     @contextlib.contextmanager
     def watch_evaluation(self) -> Iterator[None]:
@@ -102,14 +106,24 @@ class Writes:
         """
         with self.watch_forward(alike=False):
             yield
+        self._tell(
+            "a forward of an evaluation writes to the parameter %r: unless that follows from "
+            "parameters alone, however often it runs, the processes train apart from here on; "
+            "write while training alone (if self.training)"
+        )
+
+    def _tell_repeated(self) -> None:
+        self._tell(
+            "a training forward writes to the parameter %r: unless writing twice is as writing "
+            "once, the result depends on the number of forwards that a process runs in a step, so "
+            "on the number of processes and trainer.accumulate; write in the optimizer's step"
+        )
+
+    def _tell(self, words: str) -> None:
+        """Names a parameter that was written to, once."""
         if self._found and not self._told:
             self._told = True
-            log.warning(
-                "a forward of an evaluation writes to the parameter %r: unless that follows from "
-                "parameters alone, however often it runs, the processes train apart from here on; "
-                "write while training alone (if self.training)",
-                min(self._found),
-            )
+            log.warning(words, min(self._found))
 
     def _hook_modules(self) -> Iterator[Any]:
         for module in self._model.modules():
@@ -118,12 +132,14 @@ class Writes:
                 yield module.register_forward_hook(self._compare, prepend=True)
 
     def _parameters_of(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+        if self._copies is not None:
+            return self._copies()
         everything = not self._hooks or module is self._model
         return module.named_parameters() if everything else module._parameters.items()  # type: ignore[return-value]
 
     def _note(self, module: nn.Module, _: Any = None) -> None:
         self._before[id(module)] = {
-            name: _Seen(p, p._version, p.numel(), _bits(p))
+            name: _Seen(p, p._version, p.numel(), self._bits_of(p))
             for name, p in self._parameters_of(module)
             if p is not None and self._is_gathered(p)
         }
@@ -135,9 +151,12 @@ class Writes:
             then = before.get(name)
             if then is None or then.tensor is not now or then.elements != now.numel():
                 continue  # gathered or cut in between
-            bits = _bits(now)
+            bits = self._bits_of(now)
             if bits != then.bits or (now._version != then.version and not settles):
                 self._found[self._name_of(module, name, now)] = bits
+
+    def _bits_of(self, parameter: Tensor) -> int:
+        return 0 if self._copies is not None else _bits(parameter)
 
     def _name_of(self, module: nn.Module, name: str, parameter: Tensor) -> str:
         for path, one in self._model.named_modules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -204,6 +204,7 @@ class Driver:
         scenario: Scenario,
         *,
         task: TinyTask | None = None,
+        compile: Mapping[str, Any] | None = None,
     ) -> None:
         self.comm = comm
         self.scenario = scenario
@@ -227,6 +228,7 @@ class Driver:
             sync_batchnorm=scenario.sync_batchnorm,
             max_steps=data.steps,
             groups=_GROUPS.get(),
+            compile=compile,
         )
         self.engine: Engine = strategy.resolve(job, comm).prepare(job, comm)
         self.base_lrs = {

@@ -65,6 +65,7 @@ CAPABILITIES = (
 
 _Rule = TypeVar("_Rule", bound=Callable[..., None])
 
+
 def _gradient(rule: _Rule) -> _Rule:
     """Marks a rule that looks at the numbers of a step: every variant and world size runs it."""
     rule.is_about_gradients = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Forwards of an evaluation that write to parameters: lost where copies are seen, else told."""
+"""Forwards that write to parameters where nothing is lost by it: named once, in any process."""
 
 from __future__ import annotations
 
@@ -108,3 +108,61 @@ def train_listening(comm: Communicator, scenario: Scenario) -> tuple[dict[str, f
         return cases.train(comm, FSDP(), scenario).metrics, kept.said
     finally:
         log.removeHandler(kept)
+
+
+class ShrinksWhileTraining(nn.Linear):
+    """Multiplies its weight by 0.9 in every training forward: twice is not once."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.weight.mul_(0.9)
+        return super().forward(inputs)
+
+
+class TaskThatShrinks(TinyTask):
+    def build_model(self) -> TinyModel:
+        model = super().build_model()
+        model.head.__class__ = ShrinksWhileTraining
+        return model
+
+
+def train_shrinking(comm: Communicator, strategy: Strategy) -> list[str]:
+    kept = Kept()
+    log = logging.getLogger("torsh_trainer.strategies.writes")
+    log.addHandler(kept)
+    try:
+        driver = cases.Driver(comm, strategy, Scenario(), task=TaskThatShrinks())
+        outcome = TrainingOutcome()
+        for number in range(driver.scenario.data.steps):
+            driver.step(number, outcome)
+        return kept.said
+    finally:
+        log.removeHandler(kept)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), Gloo()], ids=str)
+def test_a_training_forward_that_depends_on_how_often_it_runs_is_named(strategy: Strategy) -> None:
+    for said in shared_pool(2).run(train_shrinking, strategy):
+        assert len(said) == 1
+        assert "a training forward writes to the parameter 'head.weight'" in said[0]
+        assert "trainer.accumulate" in said[0]
+
+
+def find_refusal(comm: Communicator, strategy: Strategy) -> str:
+    compile = {"backend": "eager"}
+    driver = cases.Driver(comm, strategy, Scenario(), task=TaskThatShrinks(), compile=compile)
+    try:
+        for number in range(2):
+            driver.step(number, TrainingOutcome())
+    except Unsupported as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize("strategy", [FSDP(), FSDP(wrap_min_bytes=0)], ids=str)
+def test_a_compiled_forward_that_writes_to_a_gathered_copy_is_refused_too(
+    strategy: Strategy,
+) -> None:
+    for words in shared_pool(2).run(find_refusal, strategy):
+        assert "strategy=fsdp cannot honour a forward that writes to the parameter 'head.w" in words
