@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,6 @@ import torch
 
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.comm.local import LocalCommunicator
-
-sys.path.insert(0, str(Path(__file__).parent))  # helpers are imported by name
 
 
 @pytest.fixture(autouse=True)

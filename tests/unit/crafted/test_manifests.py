@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from forging import DATA, forge, load, refused
+from crafted.forging import DATA, forge, load, refused
 
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.checkpoint.store import integrity

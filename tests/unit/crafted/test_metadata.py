@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from forging import forge_metadata, metadata_of, place, refused
+from crafted.forging import forge_metadata, metadata_of, place, refused
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

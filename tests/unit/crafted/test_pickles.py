@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from forging import DATA, forge, put_piece, refused, zipped
+from crafted.forging import DATA, forge, put_piece, refused, zipped
 from torch.distributed.checkpoint.metadata import (
     Metadata,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from forging import DATA, forge, load, put_piece, refused, zipped
+from crafted.forging import DATA, forge, load, put_piece, refused, zipped
 
 from torsh_trainer.checkpoint.tensors.header import read_header
 
