@@ -59,7 +59,7 @@ class RuleBook(Generic[JobT, LeafT]):
 
         return enter
 
-    def settled_rule(self, name: str, doc: str, outcome: Outcome) -> None:
+    def constant_rule(self, name: str, doc: str, outcome: Outcome) -> None:
         """A rule whose outcome hangs on nothing."""
         self.rule(name, doc)(lambda job, leaf: outcome)
 
@@ -67,7 +67,7 @@ class RuleBook(Generic[JobT, LeafT]):
         self, name: str, verdict: Verdict, why: str, *, engine_takes: bool = True
     ) -> None:
         """A rule whose verdict hangs on nothing; its reason is its line."""
-        self.settled_rule(name, why, Outcome(verdict, why, engine_takes=engine_takes))
+        self.constant_rule(name, why, Outcome(verdict, why, engine_takes=engine_takes))
 
     def switch_rule(self, name: str, doc: str, *, on: Outcome, off: Outcome = _OFF) -> None:
         """A rule for a switch, or for a number of which 0 is off."""

@@ -8,11 +8,11 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     refuse,
     rule,
-    settled_rule,
     switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -144,7 +144,7 @@ switch_rule(
     on=refuse("not in this release: state the batch sizes that DeepSpeed chose for its world"),
     off=dead("switched off"),
 )
-settled_rule(
+constant_rule(
     "batch.elastic-tuning",
     "Limits of the search for an elastic batch size.",
     refuse("not in this release: part of the search for an elastic batch size"),

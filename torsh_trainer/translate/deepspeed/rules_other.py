@@ -5,6 +5,7 @@ from __future__ import annotations
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     faster,
@@ -12,7 +13,6 @@ from torsh_trainer.translate.deepspeed.rules import (
     refuse,
     refuse_unless,
     rule,
-    settled_rule,
     switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -83,7 +83,7 @@ switch_rule(
 fixed_rule(
     "activations.tuning", "dead", "configures deepspeed.checkpointing, and switches nothing on"
 )
-settled_rule(
+constant_rule(
     "activations.partition",
     "Saved activations cut over tensor-parallel ranks.",
     dead("configures deepspeed.checkpointing, which the model's code calls or not"),

@@ -8,13 +8,13 @@ from torsh_trainer.translate.deepspeed import job, versions
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     faster,
     fixed_rule,
     refuse,
     rule,
-    settled_rule,
     switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -88,7 +88,7 @@ def _autocast_dtype(source: Source, leaf: Leaf) -> Outcome:
     return refuse(f"autocast in {leaf.value} is not in this release")
 
 
-settled_rule(
+constant_rule(
     "precision.autocast-modules",
     "Modules whose gradients travel in the low dtype.",
     approximate("all gradients travel in precision.reduce, whatever their module"),

@@ -8,6 +8,7 @@ from torsh_trainer.translate.deepspeed import job
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     faster,
@@ -15,7 +16,6 @@ from torsh_trainer.translate.deepspeed.rules import (
     refuse,
     refuse_unless,
     rule,
-    settled_rule,
     switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
@@ -164,7 +164,7 @@ switch_rule(
     "The first implementation of stage 1.",
     on=dead("DeepSpeed refuses it: stage 1 has one implementation", engine_takes=False),
 )
-settled_rule(
+constant_rule(
     "zero.norm",
     "Leaving out the norm of the gradients.",
     faster("the norm is measured where something wants it"),
@@ -247,7 +247,7 @@ def _ratio(source: Source, leaf: Leaf) -> Outcome:
     return approximate("FSDP2 updates everything on the host: other kernels, and slower")
 
 
-settled_rule("offload.none", "No block: nothing is offloaded.", dead("nothing is offloaded"))
+constant_rule("offload.none", "No block: nothing is offloaded.", dead("nothing is offloaded"))
 fixed_rule("offload.tuning", "performance-only", "FSDP2 pins the memory of what it offloads")
 fixed_rule("offload.nvme", "performance-only", "the size of buffers moves no number")
 fixed_rule("offload.aio", "dead", "is read for NVMe alone, which offload_*.device names or not")

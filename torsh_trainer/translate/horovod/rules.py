@@ -12,6 +12,6 @@ RULES = _BOOK.rules
 """Id -> rule."""
 
 rule = _BOOK.rule
-settled_rule = _BOOK.settled_rule
+constant_rule = _BOOK.constant_rule
 fixed_rule = _BOOK.fixed_rule
 switch_rule = _BOOK.switch_rule

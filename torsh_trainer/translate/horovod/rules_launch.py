@@ -6,7 +6,7 @@ import math
 from pathlib import PurePath
 
 from torsh_trainer.translate.horovod.job import LOCAL_HOSTS, HorovodJob, Leaf
-from torsh_trainer.translate.horovod.rules import fixed_rule, rule, settled_rule, switch_rule
+from torsh_trainer.translate.horovod.rules import constant_rule, fixed_rule, rule, switch_rule
 from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
 
 _RUN = "-m torsh_trainer +recipe=RECIPE.yaml"
@@ -103,7 +103,7 @@ def _output(job: HorovodJob, leaf: Leaf) -> Outcome:
     return faster(f"logs/rank-N.log of the run directory, instead of {folder}/rank.N/stdout")
 
 
-settled_rule(
+constant_rule(
     "launch.verbose",
     "Who decided about the processes.",
     faster("prints what decided", launcher__explain=True),
@@ -133,7 +133,7 @@ def _mpi(job: HorovodJob, leaf: Leaf) -> Outcome:
     )
 
 
-settled_rule(
+constant_rule(
     "launch.tcp",
     "TCP instead of InfiniBand.",
     faster("set NCCL_IB_DISABLE=1 around the command: processes inherit it"),
@@ -180,7 +180,7 @@ switch_rule(
     "Horovod's own word to its processes that the job is elastic.",
     on=refuse(_ELASTIC),
 )
-settled_rule(
+constant_rule(
     "elastic.script",
     "A script that keeps its state in memory and goes on after a change.",
     refuse(
@@ -238,7 +238,7 @@ switch_rule(
     on=approximate("nobody warns; a collective that waits ends after comm.timeout_s"),
     off=approximate("nobody warns here either; a collective ends after comm.timeout_s"),
 )
-settled_rule(
+constant_rule(
     "stall.warning",
     "Seconds until Horovod warns of processes that do not come.",
     approximate("nobody warns; a collective that waits ends after comm.timeout_s"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, PerProcess
-from torsh_trainer.translate.horovod.rules import fixed_rule, rule, settled_rule, switch_rule
+from torsh_trainer.translate.horovod.rules import constant_rule, fixed_rule, rule, switch_rule
 from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
 
 _PLUGIN = "the plugin torsh-trainer-horovod trains so: strategy=horovod"
@@ -154,7 +154,7 @@ fixed_rule(
     "approximate",
     "processes that run out of batches wait; here an epoch is cut into steps that all have",
 )
-settled_rule(
+constant_rule(
     "script.sync-batchnorm",
     "Batch normalisation over the samples of all processes.",
     approximate(
@@ -203,7 +203,7 @@ def _optimizer_state(job: HorovodJob, leaf: Leaf) -> Outcome:
     return Outcome("emulated", what, values=values)
 
 
-settled_rule(
+constant_rule(
     "start.buffers",
     "Every process keeps its own buffers, such as those of BatchNorm.",
     exact("nobody takes rank 0's while training", strategy__broadcast_buffers=False),
@@ -381,7 +381,7 @@ def _clip(job: HorovodJob, leaf: Leaf) -> Outcome:
     )
 
 
-settled_rule(
+constant_rule(
     "clip.norm-type",
     "Which norm clipping takes.",
     refuse("not in this release: clipping by another norm than the L2 norm"),
