@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate
 from torsh_trainer.translate.plan import Finding, Plan
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers are imported by name
 
 Translated = Callable[..., Plan]
 

@@ -36,8 +36,8 @@ _PUBLIC = {
         "RendezvousError",
     ),
     "torsh_trainer.distributed.checking": ("set_check",),
+    "torsh_trainer.distributed.collective_run": ("CollectiveWork",),
     "torsh_trainer.distributed.collectives": (
-        "CollectiveWork",
         "all_gather",
         "all_gather_into_tensor",
         "all_gather_varsize",

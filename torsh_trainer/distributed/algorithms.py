@@ -18,7 +18,7 @@ from torch import Tensor
 from torsh_trainer.comm.failures import CollectiveArgumentError
 from torsh_trainer.distributed import checking, collectives, groups, process_group
 from torsh_trainer.distributed.checking import CollectiveCall
-from torsh_trainer.distributed.collectives import Op
+from torsh_trainer.distributed.collective_run import Op, reduction
 from torsh_trainer.distributed.process_group import Group, ProcessGroup, ReduceOp
 
 _COMBINE: dict[Any, Callable[[Tensor, Tensor], Any]] = {
@@ -119,7 +119,7 @@ class HierarchicalAllReduce:
         """Reduces ``tensor`` over the members, in place."""
         if self._local is None:
             return
-        operation = collectives.reduction(op, tensor)
+        operation = reduction(op, tensor)
         partly = ReduceOp.SUM if operation == ReduceOp.AVG else operation
         collectives.reduce(tensor, self._leader, partly, self._local)
         if self._leaders.is_member:
@@ -181,7 +181,7 @@ def _ready(
     tensor: Tensor, op: Op, group: Group, name: str
 ) -> tuple[ProcessGroup, Any, Callable[[Tensor, Tensor], Any]]:
     members = process_group.resolve(group)
-    operation = collectives.reduction(op, tensor)
+    operation = reduction(op, tensor)
     if operation not in _COMBINE:
         raise CollectiveArgumentError(f"{name} does not know {operation}", fix="use all_reduce")
     if members.is_member and checking.is_checked():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torsh_trainer.comm.failures import CollectiveArgumentError
 from torsh_trainer.distributed import collectives, process_group
-from torsh_trainer.distributed.collectives import CollectiveWork, Op
+from torsh_trainer.distributed.collective_run import CollectiveWork, Op
 from torsh_trainer.distributed.process_group import Group, ReduceOp
 
 Table = Mapping[Any, Tensor] | MutableSequence[Tensor] | Sequence[Tensor]

@@ -14,141 +14,32 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torsh_trainer.comm.failures import BackendError, CollectiveArgumentError
-from torsh_trainer.comm.torch import AVERAGING
-from torsh_trainer.distributed import checking
+from torsh_trainer.comm.failures import CollectiveArgumentError
 from torsh_trainer.distributed.checking import CollectiveCall
+from torsh_trainer.distributed.collective_run import (
+    CollectiveWork,
+    Op,
+    find_peer,
+    find_root,
+    list_parts,
+    list_splits,
+    reduction,
+    return_value,
+    run_collective,
+    split_average,
+    write_all,
+    write_back,
+)
 from torsh_trainer.distributed.process_group import Group, ProcessGroup, ReduceOp, resolve
-from torsh_trainer.errors import TorshError
 
 log = logging.getLogger(__name__)
-
-_OPS: dict[str, Any] = {
-    "sum": ReduceOp.SUM,
-    "mean": ReduceOp.AVG,
-    "avg": ReduceOp.AVG,
-    "product": ReduceOp.PRODUCT,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "band": ReduceOp.BAND,
-    "bor": ReduceOp.BOR,
-    "bxor": ReduceOp.BXOR,
-}
-
-Op = Any
-"""A ``ReduceOp``, torch's own, or its name in lower case."""
-
-
-class CollectiveWork:
-    """An operation under way."""
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        call: CollectiveCall,
-        works: Sequence[Any],
-        finish: Callable[[], Any] | None = None,
-    ) -> None:
-        self._group = group
-        self._call = call
-        self._works = tuple(work for work in works if work is not None)
-        self._finish = finish
-        self._kept: Any = None  # what must live until the operation has ended
-        self._result: Any = True
-        self._done = False
-
-    def wait(self, timeout: timedelta | float | None = None) -> Any:
-        """Blocks until the result is there, and returns it; True where it is in the tensors."""
-        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
-        try:
-            for work in self._works:
-                work.wait() if limit is None else work.wait(limit)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise _explain_failure(self._group, self._call, error) from error
-        return self._end()
-
-    def is_completed(self) -> bool:
-        """Whether ``wait`` would return at once."""
-        return all(work.is_completed() for work in self._works)
-
-    def result(self) -> Any:
-        """As ``wait``."""
-        return self.wait()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the same result."""
-        futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(lambda _: self._end())
-
-    def _end(self) -> Any:
-        if not self._done:
-            self._done = True
-            if self._finish is not None:
-                value = self._finish()
-                self._result = True if value is None else value
-        return self._result
-
-
-def _run(
-    group: ProcessGroup,
-    call: CollectiveCall,
-    begin: Callable[[Any], Any],
-    *,
-    async_op: bool = False,
-    finish: Callable[[], Any] | None = None,
-    compared: bool = True,
-) -> Any:
-    """Begins an operation with torch's group; ends it, or returns it as work under way.
-
-    ``finish`` makes the result once the tensors are there.
-    """
-    if not group.is_member:
-        warnings.warn(
-            f"{call.operation}: this process is not a member of the group, and does nothing",
-            stacklevel=3,
-        )
-        return None
-    if compared:
-        checking.before(group, call, waits=not async_op)
-    try:
-        begun = begin(group.process_group)
-    except (TorshError, torch.OutOfMemoryError):
-        raise
-    except RuntimeError as error:
-        raise _explain_failure(group, call, error) from error
-    works = begun if isinstance(begun, list) else [begun]
-    work = CollectiveWork(group, call, works, finish)
-    if async_op:
-        return work
-    result = work.wait()
-    return None if result is True else result
-
-
-_REFUSALS = ("support", "cannot use reduceop", "not implemented", "invalid scalar type")
-"""In the words of backends for what they cannot do, whatever the other ranks do."""
-
-
-def _explain_failure(group: ProcessGroup, call: CollectiveCall, error: RuntimeError) -> TorshError:
-    words = str(error).strip()
-    if not any(refusal in words.lower() for refusal in _REFUSALS):
-        return checking.explain_failure(group, call.operation, error)
-    return BackendError(
-        f"{group.backend} cannot do {call.words()}: {words.splitlines()[0]}",
-        fix="convert the tensor, choose another operation, or another backend",
-        operation=call.operation,
-    )
-
 
 # -- reductions ------------------------------------------------------------------------------------
 
@@ -160,13 +51,13 @@ def all_reduce(
     members = resolve(group)
     operation = reduction(op, tensor)
     buffer = tensor.contiguous()
-    theirs, divisor = _split_average(members, operation)
-    return _run(
+    theirs, divisor = split_average(members, operation)
+    return run_collective(
         members,
         CollectiveCall.of("all_reduce", [tensor], op=operation),
         lambda pg: dist.all_reduce(buffer, theirs, group=pg, async_op=True),
         async_op=async_op,
-        finish=lambda: _write_back(tensor, buffer, divisor),
+        finish=lambda: write_back(tensor, buffer, divisor),
     )
 
 
@@ -186,17 +77,17 @@ def reduce(
         dst, op = op, ReduceOp.SUM if dst is None else dst
     members = resolve(group)
     operation = reduction(op, tensor)
-    root = _root(members, dst, group_dst, "dst")
+    root = find_root(members, dst, group_dst, "dst")
     takes = dist.get_rank() == root
     # gloo works in place on every member, so those who only give hand in a copy.
     buffer = tensor.contiguous() if takes else tensor.clone().contiguous()
-    theirs, divisor = _split_average(members, operation)
-    return _run(
+    theirs, divisor = split_average(members, operation)
+    return run_collective(
         members,
         CollectiveCall.of("reduce", [tensor], op=operation, root=root),
         lambda pg: dist.reduce(buffer, root, theirs, group=pg, async_op=True),
         async_op=async_op,
-        finish=(lambda: _write_back(tensor, buffer, divisor)) if takes else None,
+        finish=(lambda: write_back(tensor, buffer, divisor)) if takes else None,
     )
 
 
@@ -219,15 +110,15 @@ def reduce_scatter(
     if isinstance(input, Tensor):
         return reduce_scatter_tensor(output, input, op, group, async_op)
     operation = reduction(op, output)
-    parts = _parts("reduce_scatter", members, input)
+    parts = list_parts("reduce_scatter", members, input)
     buffer = output.contiguous()
-    theirs, divisor = _split_average(members, operation)
-    return _run(
+    theirs, divisor = split_average(members, operation)
+    return run_collective(
         members,
         CollectiveCall.of("reduce_scatter", parts, op=operation),
         lambda pg: dist.reduce_scatter(buffer, parts, theirs, group=pg, async_op=True),
         async_op=async_op,
-        finish=lambda: _write_back(output, buffer, divisor),
+        finish=lambda: write_back(output, buffer, divisor),
     )
 
 
@@ -248,15 +139,15 @@ def reduce_scatter_tensor(
             fix="the input holds one part for each member, as large as the output",
         )
     buffer, given = output.contiguous(), input.contiguous()
-    theirs, divisor = _split_average(members, operation)
-    return _run(
+    theirs, divisor = split_average(members, operation)
+    return run_collective(
         members,
         CollectiveCall.of("reduce_scatter", [input], op=operation),
         lambda pg: dist.reduce_scatter_single(
             buffer.view(-1), given.view(-1), theirs, group=pg, async_op=True
         ),
         async_op=async_op,
-        finish=lambda: _write_back(output, buffer, divisor),
+        finish=lambda: write_back(output, buffer, divisor),
     )
 
 
@@ -271,7 +162,7 @@ def _reduce_scattered(tensor: Tensor, op: Op, members: ProcessGroup, async_op: b
         )
     chunk = tensor.new_empty((rows // size, *tensor.shape[1:]))
     work = reduce_scatter_tensor(chunk, tensor, op, members, async_op=async_op)
-    return _returning(work, chunk) if async_op or not members.is_member else chunk
+    return return_value(work, chunk) if async_op or not members.is_member else chunk
 
 
 # -- moving ----------------------------------------------------------------------------------------
@@ -286,14 +177,14 @@ def broadcast(
 ) -> Any:
     """Every member's ``tensor`` becomes that of ``src``, in place."""
     members = resolve(group)
-    root = _root(members, src, group_src, "src")
+    root = find_root(members, src, group_src, "src")
     buffer = tensor.contiguous()
-    return _run(
+    return run_collective(
         members,
         CollectiveCall.of("broadcast", [tensor], root=root),
         lambda pg: dist.broadcast(buffer, root, group=pg, async_op=True),
         async_op=async_op,
-        finish=lambda: _write_back(tensor, buffer),
+        finish=lambda: write_back(tensor, buffer),
     )
 
 
@@ -317,13 +208,13 @@ def all_gather(
     if isinstance(output, Tensor):
         return all_gather_into_tensor(output, tensor, group, async_op)
     mine = tensor.contiguous()
-    buffers = _parts("all_gather", members, output)
-    return _run(
+    buffers = list_parts("all_gather", members, output)
+    return run_collective(
         members,
         CollectiveCall.of("all_gather", [tensor]),
         lambda pg: dist.all_gather(buffers, mine, group=pg, async_op=True),
         async_op=async_op,
-        finish=lambda: _write_all(output, buffers),
+        finish=lambda: write_all(output, buffers),
     )
 
 
@@ -339,12 +230,12 @@ def all_gather_into_tensor(
             fix="the output has room for the tensor of each member",
         )
     buffer, mine = output.contiguous(), tensor.contiguous()
-    return _run(
+    return run_collective(
         members,
         CollectiveCall.of("all_gather", [tensor]),
         lambda pg: dist.all_gather_single(buffer.view(-1), mine.view(-1), group=pg, async_op=True),
         async_op=async_op,
-        finish=lambda: _write_back(output, buffer),
+        finish=lambda: write_back(output, buffer),
     )
 
 
@@ -354,7 +245,7 @@ def _all_gathered(tensor: Tensor, members: ProcessGroup, async_op: bool, concat:
     work = all_gather_into_tensor(whole, tensor, members, async_op=async_op)
     joined = whole.flatten(0, 1) if tensor.dim() else whole
     value = joined if concat else list(whole)
-    return _returning(work, value) if async_op or not members.is_member else value
+    return return_value(work, value) if async_op or not members.is_member else value
 
 
 def all_gather_varsize(tensor: Tensor, group: Group = None) -> list[Tensor]:
@@ -387,22 +278,22 @@ def gather(
     if isinstance(gather_list, int):
         gather_list, dst = None, gather_list
     members = resolve(group)
-    root = _root(members, dst, group_dst, "dst", default=0)
+    root = find_root(members, dst, group_dst, "dst", default=0)
     takes = dist.get_rank() == root
     mine = tensor.contiguous()
     given = gather_list if takes and gather_list is not None else None
     buffers: list[Tensor] | None = None
     if takes:
         room = [torch.empty_like(mine) for _ in members.ranks] if given is None else given
-        buffers = _parts("gather", members, room)
+        buffers = list_parts("gather", members, room)
 
     def finish() -> list[Tensor] | None:
         if given is not None and buffers is not None:
-            _write_all(given, buffers)
+            write_all(given, buffers)
             return None
         return buffers
 
-    return _run(
+    return run_collective(
         members,
         CollectiveCall.of("gather", [tensor], root=root),
         lambda pg: dist.gather(mine, buffers, dst=root, group=pg, async_op=True),
@@ -429,14 +320,14 @@ def scatter(
     """
     members = resolve(group)
     if isinstance(scatter_list, int):
-        root = _root(members, scatter_list, None, "src")
+        root = find_root(members, scatter_list, None, "src")
         whole = tensor if dist.get_rank() == root else None
         return _hand_out("scatter", members, root, lambda: _cut(whole, members), async_op)
-    root = _root(members, src, group_src, "src", default=0)
+    root = find_root(members, src, group_src, "src", default=0)
     gives = dist.get_rank() == root
     if tensor is None:
         return _hand_out("scatter", members, root, lambda: scatter_list, async_op)
-    parts = _parts("scatter", members, scatter_list) if gives else None
+    parts = list_parts("scatter", members, scatter_list) if gives else None
     buffer = tensor.contiguous()
     for part in parts or ():
         if part.numel() != buffer.numel():
@@ -445,12 +336,12 @@ def scatter(
                 f"has shape {list(tensor.shape)}",
                 fix="parts of different sizes go with scatter(None, scatter_list, src)",
             )
-    return _run(
+    return run_collective(
         members,
         CollectiveCall.of("scatter", [tensor], root=root),
         lambda pg: dist.scatter(buffer, parts, src=root, group=pg, async_op=True),
         async_op=async_op,
-        finish=lambda: _write_back(tensor, buffer),
+        finish=lambda: write_back(tensor, buffer),
     )
 
 
@@ -475,11 +366,11 @@ def _hand_out(
     parts: list[Tensor] = []
     if dist.get_rank() == root:
         try:
-            parts = _parts(operation, members, make())
+            parts = list_parts(operation, members, make())
             box = [(parts[0].dtype, [tuple(part.shape) for part in parts])]
         except CollectiveArgumentError as error:
             box = [error]
-    _run(
+    run_collective(
         members,
         CollectiveCall(operation, root=root),
         lambda pg: dist.broadcast_object_list(box, root, group=pg),
@@ -496,7 +387,7 @@ def _hand_out(
     for room, part in zip(padded, parts, strict=True):
         room[: part.numel()] = part.reshape(-1)
     taken = torch.empty(longest, dtype=dtype, device=device)
-    return _run(
+    return run_collective(
         members,
         CollectiveCall.of(operation, [taken], root=root),
         lambda pg: dist.scatter(taken, padded or None, src=root, group=pg, async_op=True),
@@ -513,8 +404,8 @@ def all_to_all(output: Any, input: Any, group: Group = None, async_op: bool = Fa
     members = resolve(group)
     if isinstance(output, Tensor) and isinstance(input, Tensor):
         return all_to_all_single(output, input, group=group, async_op=async_op)
-    outputs, inputs = list(output), _parts("all_to_all", members, input)
-    _parts("all_to_all", members, outputs)
+    outputs, inputs = list(output), list_parts("all_to_all", members, input)
+    list_parts("all_to_all", members, outputs)
     # One flat tensor with the sizes of its parts: gloo's list form wants equal ones.
     given = torch.cat([tensor.reshape(-1) for tensor in inputs])
     takes, gives = ([tensor.numel() for tensor in tensors] for tensors in (outputs, inputs))
@@ -524,7 +415,7 @@ def all_to_all(output: Any, input: Any, group: Group = None, async_op: bool = Fa
         for room, part in zip(outputs, taken.split(takes), strict=True):
             room.copy_(part.view(room.shape))
 
-    return _run(
+    return run_collective(
         members,
         CollectiveCall("all_to_all", str(given.dtype), sends=tuple(gives), takes=tuple(takes)),
         lambda pg: dist.all_to_all_single(taken, given, takes, gives, group=pg, async_op=True),
@@ -544,15 +435,15 @@ def all_to_all_single(
     """``all_to_all`` of the parts of one tensor along its first dimension; sizes count rows."""
     members = resolve(group)
     size = max(1, members.world_size())
-    takes = _splits("output", output, output_split_sizes, size)
-    gives = _splits("input", input, input_split_sizes, size)
+    takes = list_splits("output", output, output_split_sizes, size)
+    gives = list_splits("input", input, input_split_sizes, size)
     buffer, given = output.contiguous(), input.contiguous()
-    return _run(
+    return run_collective(
         members,
         CollectiveCall("all_to_all", str(input.dtype), sends=tuple(gives), takes=tuple(takes)),
         lambda pg: dist.all_to_all_single(buffer, given, takes, gives, group=pg, async_op=True),
         async_op=async_op,
-        finish=lambda: _write_back(output, buffer),
+        finish=lambda: write_back(output, buffer),
     )
 
 
@@ -562,8 +453,8 @@ def all_to_all_single(
 def isend(tensor: Tensor, dst: int, group: Group = None, tag: int = 0) -> CollectiveWork | None:
     """Begins to send to one member, which calls ``recv`` or ``irecv``."""
     members = resolve(group)
-    peer, given = _peer(members, dst), tensor.contiguous()
-    work: CollectiveWork | None = _run(
+    peer, given = find_peer(members, dst), tensor.contiguous()
+    work: CollectiveWork | None = run_collective(
         members,
         CollectiveCall.of("send", [tensor]),
         lambda pg: dist.isend(given, peer, group=pg, tag=tag),
@@ -580,14 +471,14 @@ def irecv(
 ) -> CollectiveWork | None:
     """Begins to receive from one member (None: from anyone) into ``tensor``."""
     members = resolve(group)
-    peer = None if src is None else _peer(members, src)
+    peer = None if src is None else find_peer(members, src)
     buffer = tensor.contiguous()
-    work: CollectiveWork | None = _run(
+    work: CollectiveWork | None = run_collective(
         members,
         CollectiveCall.of("recv", [tensor]),
         lambda pg: dist.irecv(buffer, peer, group=pg, tag=tag),
         async_op=True,
-        finish=lambda: _write_back(tensor, buffer),
+        finish=lambda: write_back(tensor, buffer),
         compared=False,
     )
     return work
@@ -619,7 +510,7 @@ def barrier(group: Group = None, async_op: bool = False) -> Any:
     members = resolve(group)
     # Without the device NCCL guesses it from the global rank.
     devices = [members.device.index] if members.backend == "nccl" else None
-    return _run(
+    return run_collective(
         members,
         CollectiveCall("barrier"),
         lambda pg: dist.barrier(pg, async_op=True, device_ids=devices),
@@ -654,130 +545,3 @@ nccl_reduce = _for_nccl(reduce)
 nccl_reduce_scatter = _for_nccl(reduce_scatter)
 nccl_all_gather = _for_nccl(all_gather)
 nccl_all_to_all = _for_nccl(all_to_all)
-
-
-# -- details ---------------------------------------------------------------------------------------
-
-
-def reduction(op: Op, tensor: Tensor) -> Any:
-    """torch's operation.
-
-    Raises:
-        CollectiveArgumentError: nothing is called so, or it is the mean of integers.
-    """
-    if isinstance(op, str):
-        if op.lower() not in _OPS:
-            raise CollectiveArgumentError(
-                f"op={op!r} is unknown", fix=f"choose one of {', '.join(_OPS)}"
-            )
-        op = _OPS[op.lower()]
-    whole_numbers = not (tensor.is_floating_point() or tensor.is_complex())
-    if whole_numbers and op == ReduceOp.AVG:
-        raise CollectiveArgumentError(
-            f"the mean of {tensor.dtype} values is not of that dtype",
-            fix="reduce with ReduceOp.SUM and divide, or convert to floating point first",
-        )
-    return op
-
-
-def _split_average(members: ProcessGroup, op: Any) -> tuple[Any, int]:
-    """What the backend is asked for, and by what the result is divided here."""
-    if op == ReduceOp.AVG and members.backend not in AVERAGING:
-        return ReduceOp.SUM, max(1, members.world_size())
-    return op, 1
-
-
-def _root(
-    members: ProcessGroup,
-    rank: Any,
-    in_group: int | None,
-    name: str,
-    *,
-    default: int | None = None,
-) -> int:
-    """torch's number of the member that gives or takes everything."""
-    if in_group is not None and members.is_member:
-        if not 0 <= in_group < len(members.ranks):
-            raise _no_such(f"group_{name}={in_group}", members)
-        rank = members.ranks[in_group]
-    if rank is None:
-        rank = default
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise CollectiveArgumentError(f"{name}={rank!r} is no rank", fix="pass a whole number")
-    if members.is_member and rank not in members.ranks:
-        raise _no_such(f"{name}={rank}", members)
-    return int(rank)
-
-
-def _peer(members: ProcessGroup, rank: int) -> int:
-    if rank == dist.get_rank():
-        raise CollectiveArgumentError(
-            f"rank {rank} cannot exchange a tensor with itself", fix="name another rank"
-        )
-    return _root(members, rank, None, "rank")
-
-
-def _no_such(words: str, members: ProcessGroup) -> CollectiveArgumentError:
-    return CollectiveArgumentError(
-        f"{words} is not one of this group's ranks", fix=f"they are {members.ranks}"
-    )
-
-
-def _parts(operation: str, members: ProcessGroup, tensors: Any) -> list[Tensor]:
-    """``tensors`` as contiguous ones, one for each member.
-
-    Raises:
-        CollectiveArgumentError: there are more or fewer, or something else among them.
-    """
-    parts = list(tensors) if isinstance(tensors, Sequence) else []
-    expected = len(members.ranks)
-    if members.is_member and len(parts) != expected:
-        given = f"{len(parts)} tensors" if parts else type(tensors).__name__
-        raise CollectiveArgumentError(
-            f"{operation} among {expected} members got {given}",
-            fix="pass a list with one tensor for each member",
-        )
-    for part in parts:
-        if not isinstance(part, Tensor) or part.dtype != parts[0].dtype:
-            kind = part.dtype if isinstance(part, Tensor) else type(part).__name__
-            raise CollectiveArgumentError(
-                f"{operation} got a list with {kind} in it", fix="pass tensors of one dtype"
-            )
-    return [part.contiguous() for part in parts]
-
-
-def _splits(name: str, tensor: Tensor, sizes: Sequence[int] | None, members: int) -> list[int]:
-    rows = tensor.shape[0] if tensor.dim() else 0
-    if sizes is not None:
-        if len(sizes) != members or sum(sizes) != rows:
-            raise CollectiveArgumentError(
-                f"{name}_split_sizes={list(sizes)} for {rows} rows and {members} members",
-                fix="give one size for each member; together they are the first dimension",
-            )
-        return list(sizes)
-    if rows % members:
-        raise CollectiveArgumentError(
-            f"all_to_all cannot cut {rows} rows into {members} equal parts",
-            fix=f"give {name}_split_sizes, or pass lists of tensors",
-        )
-    return [rows // members] * members
-
-
-def _write_back(tensor: Tensor, buffer: Tensor, divisor: int = 1) -> None:
-    if divisor != 1:
-        buffer.div_(divisor)
-    if buffer is not tensor:
-        tensor.copy_(buffer)
-
-
-def _write_all(tensors: Sequence[Tensor], buffers: Sequence[Tensor]) -> None:
-    for tensor, buffer in zip(tensors, buffers, strict=True):
-        _write_back(tensor, buffer)
-
-
-def _returning(work: CollectiveWork | None, value: Any) -> CollectiveWork | None:
-    """``work`` whose result is ``value``; None on a process that takes no part."""
-    if work is not None:
-        first = work._finish
-        work._finish = lambda: (first() if first else None, value)[1]
-    return work

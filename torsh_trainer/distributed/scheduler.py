@@ -15,7 +15,7 @@ from torsh_trainer.distributed import collectives, measuring, process_group
 from torsh_trainer.distributed.algorithms import ALGORITHMS
 from torsh_trainer.distributed.batch import flatten_tensors
 from torsh_trainer.distributed.bench import BenchPlan
-from torsh_trainer.distributed.collectives import Op
+from torsh_trainer.distributed.collective_run import Op, reduction
 from torsh_trainer.distributed.process_group import Group, ReduceOp
 from torsh_trainer.distributed.tuning import AlgorithmTable
 from torsh_trainer.errors import TorshError
@@ -129,7 +129,7 @@ class CommunicationScheduler:
         self, tensor: Tensor, op: Op = ReduceOp.SUM, priority: int = Priority.NORMAL
     ) -> None:
         """Notes a reduction for ``execute``."""
-        self._jobs.append(_Job(int(priority), tensor, collectives.reduction(op, tensor)))
+        self._jobs.append(_Job(int(priority), tensor, reduction(op, tensor)))
 
     def schedule_broadcast(self, tensor: Tensor, src: int, priority: int = Priority.NORMAL) -> None:
         """Notes a broadcast from rank ``src`` for ``execute``."""

@@ -32,11 +32,6 @@ class LossScaler:
         """What gradients of a step are divided by, if they are finite."""
         return self._growth.divisor(self.scale, self._grown) if self._grows_next else self.scale
 
-    @property
-    def at_floor(self) -> bool:
-        """The scale cannot fall further: an overflow now lies in the gradients themselves."""
-        return self.options.scale is not None or self.scale <= self.options.min_scale
-
     def update(self, *, found_nonfinite: bool) -> None:
         """After each step: ``found_nonfinite`` says that it was skipped for its gradients."""
         if self.options.scale is not None:

@@ -19,7 +19,6 @@ def _as_signed(word: int) -> int:
     return word - (1 << 64) if word >> 63 else word
 
 
-_ALL = (1 << 64) - 1
 _GAMMA = _as_signed(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = _as_signed(0xBF58476D1CE4E5B9), _as_signed(0x94D049BB133111EB)
 _DRAW = _as_signed(0xD1B54A32D192ED03)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torsh_trainer.translate import lenient_json
 from torsh_trainer.translate.deepspeed import keys, versions
-from torsh_trainer.translate.deepspeed.rules import RULES, Rule
+from torsh_trainer.translate.deepspeed.rules import RULES, DeepSpeedRule
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import RULE_MODULES, translate_document
 from torsh_trainer.translate.deepspeed.versions import NEWEST
@@ -119,7 +119,7 @@ def _key_rows(blocks: Sequence[keys.KeyBlock]) -> Iterator[list[str]]:
             ]
 
 
-def _rule_rows(rules: Iterable[Rule]) -> Iterator[list[str]]:
+def _rule_rows(rules: Iterable[DeepSpeedRule]) -> Iterator[list[str]]:
     yield ["rule", "what it says", "versions"]
     for rule in sorted(rules, key=lambda rule: rule.id):
         since = f"since {versions.format_version(rule.since)}" if rule.since != (0,) else ""

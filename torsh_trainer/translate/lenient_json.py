@@ -22,7 +22,6 @@ _PUNCTUATION = "{}[],:"
 _NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?$")
 _SKIP = re.compile(r"(?:[ \t\n\r]+|#[^\r\n]*|//[^\r\n]*|/\*.*?\*/)*", re.DOTALL)
 _QUOTELESS_END = re.compile(r"[\r\n,}\]#]|//|/\*|\Z")
-_LINE_END = re.compile(r"[\r\n]|\Z")
 _STRING_PART = re.compile(r"[^'\"\\\x00-\x1f]*")
 _ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"} | {c: c for c in "\"'\\/"}
 _WORDS = {"true": True, "false": False, "null": None}

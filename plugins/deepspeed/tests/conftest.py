@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,8 @@ _CLUSTER = re.compile(
 )
 for _name in [name for name in os.environ if _CLUSTER.fullmatch(name)]:
     del os.environ[_name]
+
+sys.path.insert(0, str(Path(__file__).parent))  # helpers are imported by name
 
 
 @pytest.fixture(autouse=True)

@@ -84,12 +84,9 @@ def look(path: StoragePath) -> Look:
     Raises:
         Unreachable: a remote store did not answer.
     """
-    try:
-        manifest = read_manifest(path)
-    except Unreachable:
-        raise
-    except TorshError as error:
-        return Look(path, None, _why(error, path), newer=isinstance(error, ConfigError))
+    manifest = _try_manifest(path)
+    if isinstance(manifest, TorshError):
+        return Look(path, None, _why(manifest, path), newer=isinstance(manifest, ConfigError))
     try:
         check_sizes(path, manifest)
     except Unreachable:
@@ -191,14 +188,10 @@ def examine(path: StoragePath) -> CheckpointVerdict:
     Raises:
         Unreachable: a remote store did not answer.
     """
-    try:
-        manifest = read_manifest(path)
-    except Unreachable:
-        raise
-    except TorshError as error:
-        return CheckpointVerdict(
-            path, 0, 0, [_why(error, path)], newer=isinstance(error, ConfigError)
-        )
+    manifest = _try_manifest(path)
+    if isinstance(manifest, TorshError):
+        newer = isinstance(manifest, ConfigError)
+        return CheckpointVerdict(path, 0, 0, [_why(manifest, path)], newer=newer)
     try:
         there = sizes(path)
     except OSError as error:
@@ -271,6 +264,16 @@ def _folders(
 
 def _sequence(one: Look) -> int:
     return one.manifest.sequence if one.manifest else 0
+
+
+def _try_manifest(path: StoragePath) -> Manifest | TorshError:
+    """The manifest, or the error that says why there is none."""
+    try:
+        return read_manifest(path)
+    except Unreachable:
+        raise
+    except TorshError as error:
+        return error
 
 
 def _why(error: TorshError, path: StoragePath) -> str:

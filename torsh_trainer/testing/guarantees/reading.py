@@ -192,12 +192,15 @@ def import_test(file: Path, place: str) -> ModuleType:
     assert spec.loader is not None, "a file of Python has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look themselves up there
+    sys.path.insert(0, str(file.parent))  # helpers of tests lie beside them
     try:
         spec.loader.exec_module(module)
     except ImportError as error:
         raise ResourceError(
             f"{place} cannot be imported: {error}", fix="install what it tests (make test does)"
         ) from error
+    finally:
+        sys.path.remove(str(file.parent))
     return module
 
 

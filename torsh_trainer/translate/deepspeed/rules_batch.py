@@ -8,10 +8,12 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     refuse,
     rule,
+    switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
@@ -130,23 +132,23 @@ def _steps(source: Source, leaf: Leaf) -> Outcome:
     )
 
 
-@rule("batch.managed", "The loop always ends an accumulation by itself.")
-def _judge_managed(source: Source, leaf: Leaf) -> Outcome:
-    if leaf.value:
-        return exact("the loop counts micro-batches itself")
-    return refuse("the script itself ends each accumulation: such a loop has no translation")
-
-
-@rule("batch.elastic", "Elastic batch sizes are not searched for: state the one that they give.")
-def _elastic(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("switched off")
-    return refuse("not in this release: state the batch sizes that DeepSpeed chose for its world")
-
-
-@rule("batch.elastic-tuning", "Limits of the search for an elastic batch size.")
-def _elastic_tuning(source: Source, leaf: Leaf) -> Outcome:
-    return refuse("not in this release: part of the search for an elastic batch size")
+switch_rule(
+    "batch.managed",
+    "The loop always ends an accumulation by itself.",
+    on=exact("the loop counts micro-batches itself"),
+    off=refuse("the script itself ends each accumulation: such a loop has no translation"),
+)
+switch_rule(
+    "batch.elastic",
+    "Elastic batch sizes are not searched for: state the one that they give.",
+    on=refuse("not in this release: state the batch sizes that DeepSpeed chose for its world"),
+    off=dead("switched off"),
+)
+constant_rule(
+    "batch.elastic-tuning",
+    "Limits of the search for an elastic batch size.",
+    refuse("not in this release: part of the search for an elastic batch size"),
+)
 
 
 @rule("data.drop-last", "The ragged tail of an epoch is left out.")

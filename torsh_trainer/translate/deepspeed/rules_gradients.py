@@ -12,6 +12,7 @@ from torsh_trainer.translate.deepspeed.rules import (
     exact,
     refuse,
     rule,
+    switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 from torsh_trainer.translate.deepspeed.versions import CLIPS_BY_DEFAULT
@@ -140,8 +141,9 @@ def _op(source: Source, leaf: Leaf) -> Outcome:
     )
 
 
-@rule("gradients.sparse", "Gradients of embeddings travel dense.")
-def _sparse(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("switched off")
-    return approximate("embedding gradients travel dense: the same sums, rounded elsewhere")
+switch_rule(
+    "gradients.sparse",
+    "Gradients of embeddings travel dense.",
+    on=approximate("embedding gradients travel dense: the same sums, rounded elsewhere"),
+    off=dead("switched off"),
+)

@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torsh_trainer.translate.deepspeed import job
-from torsh_trainer.translate.deepspeed.rules import (
-    Outcome,
-    approximate,
-    dead,
-    exact,
-    refuse,
-    rule,
-)
+from torsh_trainer.translate.deepspeed.rules import Outcome, approximate, dead, exact, refuse, rule
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
 ADAM = ("adam", "adamw")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     faster,
@@ -12,6 +13,7 @@ from torsh_trainer.translate.deepspeed.rules import (
     refuse,
     refuse_unless,
     rule,
+    switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
@@ -71,40 +73,26 @@ fixed_rule(
     "performance-only",
     "`checkpoint export` writes whole weights",
 )
-refuse_unless(
-    "checkpoint.universal",
-    (False,),
-    "loading a universal checkpoint of DeepSpeed",
-    off="off",
+refuse_unless("checkpoint.universal", (False,), "loading a universal checkpoint of DeepSpeed")
+switch_rule(
+    "checkpoint.masters",
+    "Masters from a checkpoint, or from the rounded weights in it.",
+    on=exact("a checkpoint holds fp32 masters, and a run goes on from them"),
+    off=approximate("a run goes on from fp32 masters, DeepSpeed from the rounded weights"),
 )
-
-
-@rule("checkpoint.masters", "Masters from a checkpoint, or from the rounded weights in it.")
-def _masters(source: Source, leaf: Leaf) -> Outcome:
-    if leaf.value:
-        return exact("a checkpoint holds fp32 masters, and a run goes on from them")
-    return approximate("a run goes on from fp32 masters, DeepSpeed from the rounded weights")
-
-
 fixed_rule(
     "activations.tuning", "dead", "configures deepspeed.checkpointing, and switches nothing on"
 )
-
-
-@rule("activations.partition", "Saved activations cut over tensor-parallel ranks.")
-def _partition(source: Source, leaf: Leaf) -> Outcome:
-    return dead("configures deepspeed.checkpointing, which the model's code calls or not")
-
-
-@rule("activations.offload", "Saved activations on the host.")
-def _activations_offload(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("off")
-    return faster(
-        "activations stay on the device; trainer.activation_checkpointing recomputes them"
-    )
-
-
+constant_rule(
+    "activations.partition",
+    "Saved activations cut over tensor-parallel ranks.",
+    dead("configures deepspeed.checkpointing, which the model's code calls or not"),
+)
+switch_rule(
+    "activations.offload",
+    "Saved activations on the host.",
+    on=faster("activations stay on the device; trainer.activation_checkpointing recomputes them"),
+)
 fixed_rule(
     "parallel.pipeline-unread", "dead", "the script's PipelineModule says it; this copy is unread"
 )
@@ -113,9 +101,9 @@ fixed_rule(
 )
 fixed_rule("parallel.rank-order", "performance-only", "the order of ranks moves no number")
 fixed_rule("parallel.sequence-dtype", "dead", "is read with sequence parallelism alone")
-refuse_unless("parallel.sequence", (None, 1), "sequence parallelism", off="off")
-refuse_unless("parallel.tensor", (0, 1), "tensor parallelism", off="off")
-refuse_unless("parallel.expert", (False,), "expert parallelism", off="off")
+refuse_unless("parallel.sequence", (None, 1), "sequence parallelism")
+refuse_unless("parallel.tensor", (0, 1), "tensor parallelism")
+refuse_unless("parallel.expert", (False,), "expert parallelism")
 fixed_rule("parallel.expert-tuning", "refused", "not in this release: expert parallelism")
 
 
@@ -126,11 +114,11 @@ def _tensor_tuning(source: Source, leaf: Leaf) -> Outcome:
     return refuse("not in this release: tensor parallelism")
 
 
-@rule("compile.deepcompile", "DeepCompile becomes torch.compile.")
-def _compile(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("off")
-    return approximate("torch.compile without DeepCompile's passes", trainer__compile=True)
+switch_rule(
+    "compile.deepcompile",
+    "DeepCompile becomes torch.compile.",
+    on=approximate("torch.compile without DeepCompile's passes", trainer__compile=True),
+)
 
 
 @rule("compile.passes", "Passes of DeepCompile.")
@@ -146,25 +134,13 @@ fixed_rule("compile.tuning", "performance-only", "torch.compile chooses for itse
 _AXIS = "steps, not samples, on the x axis, and names of our own"
 
 
-@rule("monitor.tensorboard", "Event files.")
-def _tensorboard(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("off")
-    return approximate(_AXIS, logger__tensorboard__enabled=True)
-
-
-@rule("monitor.csv", "A table of numbers.")
-def _csv(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("off")
-    return approximate(_AXIS, logger__csv__enabled=True)
-
-
-@rule("monitor.wandb", "Weights & Biases.")
-def _wandb(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("off")
-    return approximate(_AXIS, logger__wandb__enabled=True)
+switch_rule(
+    "monitor.tensorboard", "Event files.", on=approximate(_AXIS, logger__tensorboard__enabled=True)
+)
+switch_rule("monitor.csv", "A table of numbers.", on=approximate(_AXIS, logger__csv__enabled=True))
+switch_rule(
+    "monitor.wandb", "Weights & Biases.", on=approximate(_AXIS, logger__wandb__enabled=True)
+)
 
 
 @rule("monitor.wandb-name", "Project, group and team.")
@@ -174,20 +150,20 @@ def _wandb_name(source: Source, leaf: Leaf) -> Outcome:
 
 
 fixed_rule("monitor.where", "performance-only", "logs go to the run directory")
-refuse_unless("monitor.comet", (False,), "logging to Comet", off="off")
+refuse_unless("monitor.comet", (False,), "logging to Comet")
 fixed_rule("monitor.comet-tuning", "refused", "not in this release: logging to Comet")
 
-refuse_unless("tuning.block", (False,), "DeepSpeed's autotuner; hydra sweeps knobs", off="off")
+refuse_unless("tuning.block", (False,), "DeepSpeed's autotuner; hydra sweeps knobs")
 fixed_rule("tuning.knob", "refused", "not in this release: DeepSpeed's autotuner")
 
 fixed_rule("curriculum.tuning", "refused", "not in this release: curricula and token dropping")
 fixed_rule("curriculum.block", "dead", "switches what stands below it")
-refuse_unless("curriculum.sampling", (False,), "curricula and dynamic batches", off="off")
-refuse_unless("curriculum.routing", (False,), "random token dropping", off="off")
-refuse_unless("curriculum.legacy", (False,), "curriculum learning", off="off")
+refuse_unless("curriculum.sampling", (False,), "curricula and dynamic batches")
+refuse_unless("curriculum.routing", (False,), "random token dropping")
+refuse_unless("curriculum.legacy", (False,), "curriculum learning")
 
 fixed_rule("model.layer-drop", "refused", "not in this release: progressive layer dropping")
-refuse_unless("model.hybrid", (False,), "DeepSpeed's hybrid engine", off="off")
+refuse_unless("model.hybrid", (False,), "DeepSpeed's hybrid engine")
 fixed_rule("model.hybrid-tuning", "refused", "not in this release: DeepSpeed's hybrid engine")
 fixed_rule(
     "model.quantized", "refused", "not in this release: quantised weights, made for inference"

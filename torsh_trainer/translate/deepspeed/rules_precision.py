@@ -8,12 +8,14 @@ from torsh_trainer.translate.deepspeed import job, versions
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     faster,
     fixed_rule,
     refuse,
     rule,
+    switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
@@ -86,9 +88,11 @@ def _autocast_dtype(source: Source, leaf: Leaf) -> Outcome:
     return refuse(f"autocast in {leaf.value} is not in this release")
 
 
-@rule("precision.autocast-modules", "Modules whose gradients travel in the low dtype.")
-def _autocast_modules(source: Source, leaf: Leaf) -> Outcome:
-    return approximate("all gradients travel in precision.reduce, whatever their module")
+constant_rule(
+    "precision.autocast-modules",
+    "Modules whose gradients travel in the low dtype.",
+    approximate("all gradients travel in precision.reduce, whatever their module"),
+)
 
 
 @rule("precision.bf16-overflow", "Skipping a step whose gradients are not finite.")
@@ -111,20 +115,20 @@ def _overflow(source: Source, leaf: Leaf) -> Outcome:
     return exact("steps with gradients that are not finite count", trainer__on_nonfinite="continue")
 
 
-@rule("precision.half-masters", "Masters, gradients or moments in half precision.")
-def _half_masters(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return exact("masters and moments are fp32")
-    return refuse("not in this release: masters or moments in half precision; leave them fp32")
-
-
-@rule("precision.inputs", "Casting the inputs of the model.")
-def _inputs(source: Source, leaf: Leaf) -> Outcome:
-    if leaf.value:
-        return approximate(
-            "inputs of floating point are cast, as there; here those that are given by name, too"
-        )
-    return approximate("inputs are cast here; DeepSpeed leaves that to the script")
+switch_rule(
+    "precision.half-masters",
+    "Masters, gradients or moments in half precision.",
+    on=refuse("not in this release: masters or moments in half precision; leave them fp32"),
+    off=exact("masters and moments are fp32"),
+)
+switch_rule(
+    "precision.inputs",
+    "Casting the inputs of the model.",
+    on=approximate(
+        "inputs of floating point are cast, as there; here those that are given by name, too"
+    ),
+    off=approximate("inputs are cast here; DeepSpeed leaves that to the script"),
+)
 
 
 @rule("precision.accumulation", "The dtype in which micro-batches add up.")

@@ -8,6 +8,7 @@ from torsh_trainer.translate.deepspeed import job
 from torsh_trainer.translate.deepspeed.rules import (
     Outcome,
     approximate,
+    constant_rule,
     dead,
     exact,
     faster,
@@ -15,6 +16,7 @@ from torsh_trainer.translate.deepspeed.rules import (
     refuse,
     refuse_unless,
     rule,
+    switch_rule,
 )
 from torsh_trainer.translate.deepspeed.source import Leaf, Source
 
@@ -157,23 +159,20 @@ def _linear(source: Source, leaf: Leaf) -> Outcome:
     )
 
 
-@rule("zero.legacy", "The first implementation of stage 1.")
-def _legacy(source: Source, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("off")
-    return dead("DeepSpeed refuses it: stage 1 has one implementation", engine_takes=False)
-
-
-@rule("zero.norm", "Leaving out the norm of the gradients.")
-def _norm(source: Source, leaf: Leaf) -> Outcome:
-    return faster("the norm is measured where something wants it")
-
-
+switch_rule(
+    "zero.legacy",
+    "The first implementation of stage 1.",
+    on=dead("DeepSpeed refuses it: stage 1 has one implementation", engine_takes=False),
+)
+constant_rule(
+    "zero.norm",
+    "Leaving out the norm of the gradients.",
+    faster("the norm is measured where something wants it"),
+)
 refuse_unless(
     "zero.quantized",
     (False,),
     "ZeRO++'s quantised communication; compression=int8 with strategy=ddp is the nearest",
-    off="off",
 )
 fixed_rule("zero.zenflow", "refused", "not in this release: ZenFlow updates weights asynchronously")
 fixed_rule("zero.loco", "refused", "not in this release: error feedback of quantised gradients")
@@ -248,11 +247,7 @@ def _ratio(source: Source, leaf: Leaf) -> Outcome:
     return approximate("FSDP2 updates everything on the host: other kernels, and slower")
 
 
-@rule("offload.none", "No block: nothing is offloaded.")
-def _none(source: Source, leaf: Leaf) -> Outcome:
-    return dead("nothing is offloaded")
-
-
+constant_rule("offload.none", "No block: nothing is offloaded.", dead("nothing is offloaded"))
 fixed_rule("offload.tuning", "performance-only", "FSDP2 pins the memory of what it offloads")
 fixed_rule("offload.nvme", "performance-only", "the size of buffers moves no number")
 fixed_rule("offload.aio", "dead", "is read for NVMe alone, which offload_*.device names or not")

@@ -23,7 +23,7 @@ from torsh_trainer.translate.deepspeed import (
     versions,
 )
 from torsh_trainer.translate.deepspeed.normalising import ELSEWHERE, normalise
-from torsh_trainer.translate.deepspeed.rules import RULES, Outcome, Rule
+from torsh_trainer.translate.deepspeed.rules import RULES, DeepSpeedRule, Outcome
 from torsh_trainer.translate.deepspeed.rules_batch import solve
 from torsh_trainer.translate.deepspeed.source import Leaf, Options, Source
 from torsh_trainer.translate.deepspeed.tables import dtypes_of, memory_of
@@ -124,7 +124,7 @@ def translate_document(document: Document, options: Options = AS_IT_STANDS) -> P
     )
 
 
-def _rule_for(source: Source, leaf: Leaf) -> Rule | None:
+def _rule_for(source: Source, leaf: Leaf) -> DeepSpeedRule | None:
     if leaf.mismatch:
         return RULES["mismatch"]
     if leaf.key is None:
@@ -137,7 +137,7 @@ def _rule_for(source: Source, leaf: Leaf) -> Rule | None:
     return None
 
 
-def _rule_for_stranger(source: Source, leaf: Leaf) -> Rule:
+def _rule_for_stranger(source: Source, leaf: Leaf) -> DeepSpeedRule:
     if leaf.path == ("zero_optimization",):
         return RULES["zero.short-form"]
     if leaf.path in keys.blocks():
@@ -194,7 +194,7 @@ def _find_defaults(source: Source) -> Iterator[str]:
             yield "scheduler.params.total_num_steps"
 
 
-def _finding(leaf: Leaf, chosen: Rule, outcome: Outcome, *, given: bool) -> Finding:
+def _finding(leaf: Leaf, chosen: DeepSpeedRule, outcome: Outcome, *, given: bool) -> Finding:
     why = "; ".join(filter(None, [leaf.mismatch or outcome.why, leaf.note]))
     removed = leaf.key is not None and leaf.key.removed
     if removed:

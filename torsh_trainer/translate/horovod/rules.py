@@ -1,45 +1,17 @@
-"""What a rule for Horovod is, and the table of all rules."""
+"""The table of all rules for Horovod."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf
-from torsh_trainer.translate.outcomes import Outcome
-from torsh_trainer.translate.plan import Verdict
+from torsh_trainer.translate.rule_book import Rule, RuleBook
 
-Apply = Callable[[HorovodJob, Leaf], Outcome]
+HorovodRule = Rule[HorovodJob, Leaf]
+_BOOK: RuleBook[HorovodJob, Leaf] = RuleBook()
 
-
-@dataclass(frozen=True)
-class Rule:
-    """``doc`` in one line."""
-
-    id: str
-    doc: str
-    apply: Apply
-
-
-RULES: dict[str, Rule] = {}
+RULES = _BOOK.rules
 """Id -> rule."""
 
-
-def rule(name: str, doc: str) -> Callable[[Apply], Apply]:
-    """Enters the decorated function into the table as the rule ``name``."""
-
-    def enter(apply: Apply) -> Apply:
-        assert name not in RULES, name
-        RULES[name] = Rule(name, doc, apply)
-        return apply
-
-    return enter
-
-
-def fixed_rule(name: str, verdict: Verdict, why: str, *, engine_takes: bool = True) -> None:
-    """A rule whose verdict hangs on nothing; its reason is its line."""
-
-    def apply(job: HorovodJob, leaf: Leaf) -> Outcome:
-        return Outcome(verdict, why, engine_takes=engine_takes)
-
-    rule(name, why)(apply)
+rule = _BOOK.rule
+constant_rule = _BOOK.constant_rule
+fixed_rule = _BOOK.fixed_rule
+switch_rule = _BOOK.switch_rule

@@ -6,15 +6,8 @@ import math
 from pathlib import PurePath
 
 from torsh_trainer.translate.horovod.job import LOCAL_HOSTS, HorovodJob, Leaf
-from torsh_trainer.translate.horovod.rules import fixed_rule, rule
-from torsh_trainer.translate.outcomes import (
-    Outcome,
-    approximate,
-    dead,
-    exact,
-    faster,
-    refuse,
-)
+from torsh_trainer.translate.horovod.rules import constant_rule, fixed_rule, rule, switch_rule
+from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
 
 _RUN = "-m torsh_trainer +recipe=RECIPE.yaml"
 _MEETING = "--rdzv-backend=c10d --rdzv-endpoint={first}:29500"
@@ -110,9 +103,11 @@ def _output(job: HorovodJob, leaf: Leaf) -> Outcome:
     return faster(f"logs/rank-N.log of the run directory, instead of {folder}/rank.N/stdout")
 
 
-@rule("launch.verbose", "Who decided about the processes.")
-def _verbose(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return faster("prints what decided", launcher__explain=True)
+constant_rule(
+    "launch.verbose",
+    "Who decided about the processes.",
+    faster("prints what decided", launcher__explain=True),
+)
 
 
 @rule(
@@ -138,9 +133,11 @@ def _mpi(job: HorovodJob, leaf: Leaf) -> Outcome:
     )
 
 
-@rule("launch.tcp", "TCP instead of InfiniBand.")
-def _tcp(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return faster("set NCCL_IB_DISABLE=1 around the command: processes inherit it")
+constant_rule(
+    "launch.tcp",
+    "TCP instead of InfiniBand.",
+    faster("set NCCL_IB_DISABLE=1 around the command: processes inherit it"),
+)
 
 
 # -- elasticity ----------------------------------------------------------------------------------
@@ -178,17 +175,19 @@ def _elastic_knob(job: HorovodJob, leaf: Leaf) -> Outcome:
     return dead("is read by elastic jobs alone, and nothing makes this one")
 
 
-@rule("elastic.switch", "Horovod's own word to its processes that the job is elastic.")
-def _elastic_switch(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return refuse(_ELASTIC) if leaf.value else dead("off")
-
-
-@rule("elastic.script", "A script that keeps its state in memory and goes on after a change.")
-def _elastic_script(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return refuse(
+switch_rule(
+    "elastic.switch",
+    "Horovod's own word to its processes that the job is elastic.",
+    on=refuse(_ELASTIC),
+)
+constant_rule(
+    "elastic.script",
+    "A script that keeps its state in memory and goes on after a change.",
+    refuse(
         f"{_ELASTIC}; checkpoint.every_steps and checkpoint.resume=auto go on after a restart, on "
         "another number of processes, too"
-    )
+    ),
+)
 
 
 # -- Horovod's machinery -------------------------------------------------------------------------
@@ -213,43 +212,37 @@ fixed_rule(
 fixed_rule("hierarchical", "performance-only", "NCCL chooses how it reduces (NCCL_ALGO)")
 fixed_rule("library.tuning", "performance-only", "a setting of Horovod's own threads and streams")
 fixed_rule("autotune.knob", "performance-only", "a setting of Horovod's search")
-
-
-@rule("autotune", "Horovod's search for its settings becomes a sweep.")
-def _autotune(job: HorovodJob, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return faster("off")
-    return faster("the one that is left is a sweep: -m strategy.bucket_cap_mb=8,25,64,128")
-
-
-@rule("timeline", "A trace of what happens when.")
-def _timeline(job: HorovodJob, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return dead("off")
-    return approximate(
+switch_rule(
+    "autotune",
+    "Horovod's search for its settings becomes a sweep.",
+    on=faster("the one that is left is a sweep: -m strategy.bucket_cap_mb=8,25,64,128"),
+    off=faster("off"),
+)
+switch_rule(
+    "timeline",
+    "A trace of what happens when.",
+    on=approximate(
         "a trace of torch.profiler for Chrome, with other names of events, of some steps",
         callbacks__profiler__enabled=True,
-    )
-
-
+    ),
+)
 fixed_rule("timeline.cycles", "performance-only", "there are no cycles to mark")
 fixed_rule(
     "timeline.script",
     "approximate",
     "the script traces from here to there: callbacks.profiler.first_step and steps do so",
 )
-
-
-@rule("stall", "Processes that do not come.")
-def _stall(job: HorovodJob, leaf: Leaf) -> Outcome:
-    if not leaf.value:
-        return approximate("nobody warns here either; a collective ends after comm.timeout_s")
-    return approximate("nobody warns; a collective that waits ends after comm.timeout_s")
-
-
-@rule("stall.warning", "Seconds until Horovod warns of processes that do not come.")
-def _stall_warning(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return approximate("nobody warns; a collective that waits ends after comm.timeout_s")
+switch_rule(
+    "stall",
+    "Processes that do not come.",
+    on=approximate("nobody warns; a collective that waits ends after comm.timeout_s"),
+    off=approximate("nobody warns here either; a collective ends after comm.timeout_s"),
+)
+constant_rule(
+    "stall.warning",
+    "Seconds until Horovod warns of processes that do not come.",
+    approximate("nobody warns; a collective that waits ends after comm.timeout_s"),
+)
 
 
 @rule("stall.shutdown", "Seconds until a job ends whose processes do not come.")

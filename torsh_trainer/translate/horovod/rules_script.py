@@ -5,15 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, PerProcess
-from torsh_trainer.translate.horovod.rules import fixed_rule, rule
-from torsh_trainer.translate.outcomes import (
-    Outcome,
-    approximate,
-    dead,
-    exact,
-    faster,
-    refuse,
-)
+from torsh_trainer.translate.horovod.rules import constant_rule, fixed_rule, rule, switch_rule
+from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
 
 _PLUGIN = "the plugin torsh-trainer-horovod trains so: strategy=horovod"
 
@@ -114,13 +107,12 @@ def _predivide(job: HorovodJob, leaf: Leaf) -> Outcome:
 fixed_rule(
     "groups", "performance-only", "buckets are made by size; groups change no sum of two ranks"
 )
-
-
-@rule("sparse", "Sparse gradients of embeddings.")
-def _sparse(job: HorovodJob, leaf: Leaf) -> Outcome:
-    if leaf.value:
-        return exact("the same sums; it is for embeddings with sparse=True alone")
-    return exact("sparse gradients are reduced as such")
+switch_rule(
+    "sparse",
+    "Sparse gradients of embeddings.",
+    on=exact("the same sums; it is for embeddings with sparse=True alone"),
+    off=exact("sparse gradients are reduced as such"),
+)
 
 
 @rule("process-sets", "Reducing over some of the processes.")
@@ -162,15 +154,15 @@ fixed_rule(
     "approximate",
     "processes that run out of batches wait; here an epoch is cut into steps that all have",
 )
-
-
-@rule("script.sync-batchnorm", "Batch normalisation over the samples of all processes.")
-def _sync(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return approximate(
+constant_rule(
+    "script.sync-batchnorm",
+    "Batch normalisation over the samples of all processes.",
+    approximate(
         "in place of every BatchNorm, over the samples of all processes; Horovod's is for GPUs "
         "alone, and nothing proves yet that the two are the same",
         trainer__sync_batchnorm=True,
-    )
+    ),
+)
 
 
 @rule("start.parameters", "Every process starts with rank 0's parameters.")
@@ -211,9 +203,11 @@ def _optimizer_state(job: HorovodJob, leaf: Leaf) -> Outcome:
     return Outcome("emulated", what, values=values)
 
 
-@rule("start.buffers", "Every process keeps its own buffers, such as those of BatchNorm.")
-def _buffers(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return exact("nobody takes rank 0's while training", strategy__broadcast_buffers=False)
+constant_rule(
+    "start.buffers",
+    "Every process keeps its own buffers, such as those of BatchNorm.",
+    exact("nobody takes rank 0's while training", strategy__broadcast_buffers=False),
+)
 
 
 @rule("start.unused", "Parameters that a step does not reach get gradients of zero.")
@@ -387,11 +381,11 @@ def _clip(job: HorovodJob, leaf: Leaf) -> Outcome:
     )
 
 
-@rule("clip.norm-type", "Which norm clipping takes.")
-def _norm_type(job: HorovodJob, leaf: Leaf) -> Outcome:
-    return refuse("not in this release: clipping by another norm than the L2 norm")
-
-
+constant_rule(
+    "clip.norm-type",
+    "Which norm clipping takes.",
+    refuse("not in this release: clipping by another norm than the L2 norm"),
+)
 fixed_rule(
     "clip.early",
     "refused",

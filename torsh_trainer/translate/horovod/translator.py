@@ -10,7 +10,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.horovod import rules_launch, rules_script, versions
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, Options, PerProcess
-from torsh_trainer.translate.horovod.rules import RULES, Rule
+from torsh_trainer.translate.horovod.rules import RULES, HorovodRule
 from torsh_trainer.translate.horovod.source import READS, job_of, sort_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
@@ -85,7 +85,7 @@ def _defaults(job: HorovodJob) -> Iterator[Leaf]:
         )
 
 
-def _finding(leaf: Leaf, rule: Rule, outcome: Outcome, *, given: bool) -> Finding:
+def _finding(leaf: Leaf, rule: HorovodRule, outcome: Outcome, *, given: bool) -> Finding:
     return Finding(
         key=leaf.key,
         value=_report_value(leaf.value),
