@@ -26,6 +26,7 @@ LEFT_OUT = ("bf16_mixed", "bf16_true", "fp16_mixed", "reduce_bf16", "ema", "skip
 
 class TestExample(StrategyContract):
     strategy = Example()
+    world_sizes = (2,)
     refuses = dict.fromkeys(LEFT_OUT, "left out of the example")
 
 
@@ -161,6 +162,7 @@ class TestInstalled:
         answer = run_command([environment, "-c", script], cwd=tmp_path)
         assert answer.stdout == "Example(flatten=False)\n", answer.stderr
 
+    @pytest.mark.exhaustive
     def test_it_trains_two_processes_as_ddp_does(self, plugin_door, warm_door, tmp_path):
         few = ["trainer.max_steps=4", "trainer.stages=[fit]", "launcher.num_processes=2"]
         answers = {

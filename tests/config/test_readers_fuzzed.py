@@ -210,6 +210,7 @@ def said_by(command: list[str]) -> tuple[int, str]:
     return code, out.getvalue()
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_changed_file_is_read_or_refused_in_a_sentence(reader, originals):
     pattern, commands = READERS[reader]

@@ -33,6 +33,7 @@ def model(door) -> nn.Module:
     return model
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("place", ["one", "one/checkpoints", "one/checkpoints/step-00000006"])
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_run_starts_from_the_weights_of_another(door, home, model, place, averaged):

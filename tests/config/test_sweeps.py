@@ -103,6 +103,7 @@ def test_an_objective_that_no_job_has_is_a_failure_that_names_those_there_are(do
     assert "accuracy" in answer.out
 
 
+@pytest.mark.exhaustive
 def test_jobs_at_the_same_time_have_processes_of_their_own(run_door, home):
     answer = run_door(
         [
@@ -212,6 +213,7 @@ def test_an_interrupt_ends_the_whole_sweep_with_its_table_so_far(background_door
     assert "Traceback" not in err
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("sweeper", [[], ["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2"]])
 def test_jobs_side_by_side_save_before_an_interrupt_ends_them(background_door, home, sweeper):
     joblib = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", *sweeper]

@@ -154,6 +154,7 @@ def checkpoint(request, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(4, "flat5"), (2, "flat6"), (2, "rows"), (2, "whole")]
 )

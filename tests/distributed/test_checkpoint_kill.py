@@ -112,6 +112,7 @@ class Assassin:
         return f"kills {self.ranks} after {self.delay_s:.4f} s{aim}"
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_killed_at_random_moments_comes_to_the_same_end_bit_for_bit(
@@ -199,6 +200,7 @@ class Moment:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_rank_0_is_killed_at_every_moment_of_a_save(mode: str, lives: Any, tmp_path: Path) -> None:
     seen, number = tmp_path / "seen", 1
@@ -220,6 +222,7 @@ def test_rank_0_is_killed_at_every_moment_of_a_save(mode: str, lives: Any, tmp_p
         assert any(m.startswith(retention) for m in moments[visible:]), retention
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_rank_1_is_killed_whenever_it_opens_a_file_of_a_checkpoint(
     mode: str, lives: Any, tmp_path: Path

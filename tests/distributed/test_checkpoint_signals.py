@@ -181,6 +181,7 @@ def place(tmp_path: Path) -> Iterator[Callable[[str], Place]]:
         one.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(2000)  # a run in many parts, beside other tests
 def test_a_run_stopped_amid_saves_and_evaluations_goes_on_bit_for_bit(
     place: Any, warm_door: Any
@@ -262,6 +263,7 @@ def test_a_second_run_in_the_folder_of_one_at_work_is_refused_and_the_first_does
     assert not (home.run / "checkpoints" / ".lock").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_fills_up_is_one_sentence_on_the_command_line(place: Any, disk: Any) -> None:
     home = place("home")
     path = disk(1 << 20).path  # one checkpoint, and not two

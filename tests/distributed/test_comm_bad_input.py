@@ -244,6 +244,7 @@ DIFFERENT = {
 }
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("strategy", [DDP(), Gloo(), FSDP()], ids=["ddp", "gloo", "fsdp"])
 @pytest.mark.parametrize("kind", DIFFERENT)
 def test_processes_that_build_different_models_are_told_the_first_difference(

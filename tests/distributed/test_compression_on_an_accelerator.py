@@ -125,6 +125,7 @@ def reduced(
     return results, made.residuals, questions
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("memory", ["residual", "none"])
 @pytest.mark.parametrize("name", METHODS)
 def test_its_ways_give_what_those_of_a_cpu_give(name: str, memory: Any) -> None:
@@ -142,6 +143,7 @@ def test_a_bucket_asks_the_host_at_most_once(name: str) -> None:
         assert [len(asked) for asked in questions] == [WAITS.get(name, 0)] * 4, questions
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("memory", ["residual", "none"])
 @pytest.mark.parametrize("name", METHODS)
 def test_an_overflow_shows_on_every_rank_and_the_rank_that_had_it_keeps_what_it_owes(

@@ -112,6 +112,7 @@ IN_BUCKETS = [(name, DDP(bucket_cap_mb=SMALL)) for name in METHODS]
 IN_BUCKETS += [(name, Gloo(bucket_cap_mb=SMALL)) for name in ("topk", "powersgd")]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     ("name", "strategy"), IN_BUCKETS, ids=lambda one: one if isinstance(one, str) else one.name
 )
@@ -160,6 +161,7 @@ def test_a_warm_up_without_end_is_training_without_compression(size: int, tmp_pa
         assert differences(one.state["model"], other.state["model"]) == []
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -285,6 +287,7 @@ SHARDED: dict[str, tuple[Compressing, float]] = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", SHARDED)
 def test_fsdp_scatters_rounded_gradients(name: str, size: int, tmp_path: Path) -> None:
@@ -417,6 +420,7 @@ def result_of(run: Path) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.exhaustive
 def test_digits_learns_as_well_with_one_percent_of_its_gradients(digits: dict[str, Path]) -> None:
     none, topk = (result_of(digits[name]) for name in ("none", "topk"))
     assert none["steps"] == topk["steps"] == STEPS_AN_EPOCH * EPOCHS

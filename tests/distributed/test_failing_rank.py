@@ -120,6 +120,7 @@ def seconds_since_the_raise(script: Path) -> float:
     return time.time() - float((script.parent / "raised").read_text())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("where", "size"),
     [("training", 2), ("training", 4), ("save", 2)],
@@ -138,6 +139,7 @@ def start_two(script: Path, where: str, store: TCPStore) -> list[subprocess.Pope
     return [start(script, where, 2, **torchrun_variables(w, store.port)) for w in worlds]
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("where", ["evaluation", "callback", "on_error"])
 def test_so_does_one_that_another_program_started(where, script):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -22,6 +22,7 @@ def fuzzer() -> Iterator[Fuzzer]:
         yield made
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("first", range(0, DRAWN, 10))
 def test_no_combination_is_wrong_without_a_word(fuzzer, first):
     drawn = [draw(number) for number in range(first, first + 10)]

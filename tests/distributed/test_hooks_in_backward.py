@@ -120,12 +120,14 @@ def equal_plain(
         same_tensors(outcome.parameters, expected.parameters, bound, "parameters")
 
 
+@pytest.mark.matrix(12)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("strategy", WHOLE, ids=str)
 def test_hooks_see_what_they_see_in_plain_pytorch(strategy: Strategy, hook: str) -> None:
     equal_plain(strategy, hook, Scenario(data=UNEVEN))
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("strategy", SHARDED, ids=str)
 def test_hooks_see_the_same_where_parameters_are_cut(strategy: Strategy, hook: str) -> None:

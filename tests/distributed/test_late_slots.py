@@ -112,6 +112,7 @@ WAYS = {
 }
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["no other slot", "momentum"])
 @pytest.mark.parametrize(
     ("before", "after"),

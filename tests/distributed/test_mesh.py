@@ -245,6 +245,7 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_run_on_two_by_two_equals_a_plain_loop(

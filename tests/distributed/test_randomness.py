@@ -209,6 +209,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.matrix(20)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "strategy", "micro"), ENGINES)
 def test_every_engine_and_every_cut_trains_as_one_process_in_one_micro_batch(

@@ -145,6 +145,7 @@ ON_TWO = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("name", "size", "run"),
     [

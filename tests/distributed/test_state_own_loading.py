@@ -59,6 +59,7 @@ def plain_metrics(kind: type[TinyModel], state: dict[str, Any], ranks: int) -> d
     return {name: total / weight for name, (total, weight) in sums.items()}
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "strategy", [Single(), DDP(), DDP(zero1=True), FSDP(), Gloo()], ids=lambda one: one.name

@@ -131,6 +131,7 @@ def journeys(comm: Communicator, strategy: Strategy, folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("strategy", [DDP(), FSDP()], ids=["ddp", "fsdp"])
 def test_a_stop_at_any_point_of_a_step_leaves_the_settings_that_no_stop_leaves(
     strategy: Strategy, tmp_path: Path

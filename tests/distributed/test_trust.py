@@ -147,6 +147,7 @@ def test_what_was_saved_under_any_strategy_is_what_any_other_holds(
     assert set(answers) == {""}
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("meddle", SPOILT, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_load_that_goes_wrong_ends_the_run_before_its_first_step(

@@ -196,6 +196,7 @@ def test_operations_are_deterministic_while_strategies_are_compared(verify: Any)
     assert rung(content, "sgd")["measures"]["status"] == "agrees", done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(2000)  # nine strategies, one after the other, beside other tests
 def test_every_strategy_that_is_installed_agrees_or_says_why_not(verify: Any) -> None:
     """Those of plugins too, whatever their names; on a CPU two cannot run.

@@ -187,6 +187,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize(("size", "strategy", "micro"), ENGINES)
 def test_a_loss_without_logits_trains_alike_under_every_engine(size, strategy, micro, kind):
@@ -206,6 +207,7 @@ def test_a_loss_without_logits_leaves_what_a_sample_draws(kind):
             assert_alike(found, right)
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize(("size", "strategy", "micro"), ENGINES)
 def test_every_engine_trains_as_plain_transformers_on_the_mean_over_what_counts(
@@ -219,6 +221,7 @@ def test_every_engine_trains_as_plain_transformers_on_the_mean_over_what_counts(
             assert torch.equal(weights["lm_head.weight"], weights["transformer.wte.weight"])
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize(("size", "strategy", "micro"), ENGINES[1:5])
@@ -231,6 +234,7 @@ def test_dropout_is_the_same_however_the_batch_is_cut(size, strategy, micro, kin
         assert_alike(found, right)
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("kind", SMALL)
 @pytest.mark.parametrize(("size", "strategy", "micro"), [ENGINES[i].values for i in (0, 2, 3)])
 @pytest.mark.parametrize("by", ["model", "trainer", "selective"])

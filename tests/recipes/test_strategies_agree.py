@@ -47,6 +47,7 @@ def same(found: list[tuple[float, float]], alone: list[tuple[float, float]]) -> 
         assert mine == pytest.approx(expected, rel=2e-5)
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(
     ("strategy", "processes"),
     [

@@ -180,6 +180,7 @@ def steps_of(comm: Communicator, config: dict[str, Any], run_dir: Path) -> tuple
     return content["steps"], content["train_loss"]
 
 
+@pytest.mark.exhaustive
 def test_every_recipe_composes_to_a_trainer_and_those_that_cover_all_train_two_steps_on_two_ranks(
     recipes: list[Recipe], tmp_path: Path
 ) -> None:

@@ -388,6 +388,7 @@ def test_one_loader_process_keeps_the_order_of_a_stream(kind: Any) -> None:
     assert [step.seen for step in whole] == [step.seen for step in here]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", [Plain, *STATEFUL])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_stream_that_shares_itself_out_goes_on_on_as_many_processes(

@@ -123,6 +123,7 @@ def test_all_permutations_of_a_few_are_drawn_as_often(size: int) -> None:
     assert surprise(every, KEYS / len(every)) < 4
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("size", [7, 9, 16, 23, 64])
 def test_every_sample_comes_at_every_position_and_beside_every_other(size: int) -> None:
     drawn = np.array([permuted(size, mix(2, key)) for key in range(KEYS)])

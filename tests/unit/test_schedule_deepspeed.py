@@ -234,6 +234,7 @@ def rates_of(library, name):
     return [rate for rate, *_ in library[name]]
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.proves(
     "schedule.total",
     "schedule.type",

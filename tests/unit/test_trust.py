@@ -125,6 +125,7 @@ def go_on(task: Task, folder: Path, **checkpoint: Any) -> Any:
     return fit(task, folder, 4, allow=("seed",), **checkpoint)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("kind", [nn.Linear, Copied, Odd])
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad", "Rprop", "tensor rate"])
 def test_what_loads_as_it_should_goes_on_without_a_word(kind, optimizer, tmp_path, caplog):

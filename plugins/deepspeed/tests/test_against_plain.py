@@ -27,6 +27,7 @@ scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=["once", "accumul
 BEFORE: dict[str, Any] = {"prescale_gradients": True}
 
 
+@pytest.mark.matrix(18)
 @scenarios
 @pytest.mark.parametrize("kind", [*HOOKS, *MEMORY])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

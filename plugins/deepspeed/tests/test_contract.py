@@ -56,6 +56,7 @@ class TestStage3(StrategyContract):
     refuses = WITHOUT_EMA
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("stage", [TestStage0, TestStage1, TestStage2])
 @pytest.mark.parametrize(
     "rule",

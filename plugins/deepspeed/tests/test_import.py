@@ -151,6 +151,7 @@ def test_a_native_run_goes_on_as_the_original_does(kind, strategy, saved, tmp_pa
             torch.testing.assert_close(outcome.parameters[name], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["stage-2", "stage-3", "stage-3-in-sub-groups"])
 def test_the_universal_format_holds_the_same(kind, saved, tmp_path):
     folder, _ = saved(kind)

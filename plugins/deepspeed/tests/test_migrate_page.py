@@ -7,6 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from torsh_trainer import __main__ as door
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrate" / "deepspeed.md"
@@ -18,6 +20,7 @@ def without_numbers(lines: list[str]) -> list[str]:
     return [" ".join(line.split()) for line in marked]
 
 
+@pytest.mark.exhaustive
 def test_the_proof_of_the_page_agrees_as_it_shows(tmp_path, monkeypatch, capfd):
     page = PAGE.read_text()
     (config,) = re.findall(r'^```json title="ds_config.json"\n(.*?)^```$', page, re.M | re.S)

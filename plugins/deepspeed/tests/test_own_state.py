@@ -58,6 +58,7 @@ def same(one: TrainingOutcome, other: TrainingOutcome) -> None:
             assert torch.equal(value, other.parameters[name]), name
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_reaches_a_model_by_its_own_loading(

@@ -206,6 +206,7 @@ def saved(tmp_path_factory, whole):
     return make
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize(("source", "target"), MOVES)
 def test_a_run_goes_on_under_another_strategy_and_on_another_number_of_processes(
     source, target, saved, uninterrupted, tmp_path

@@ -40,6 +40,7 @@ from torsh_trainer.testing.trial import (
 )
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.proves(
     "batch.global",
     "batch.micro",
@@ -62,6 +63,7 @@ def test_in_fp32_a_translation_is_a_rounding_apart(stage, ranks):
             assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.proves(
     "gradients.dtype", "precision.accumulation", "precision.bf16", "zero.linear", "zero.stage"
 )
@@ -79,6 +81,7 @@ def test_in_bf16_a_translation_gives_the_same_bits(stage, precision, ranks):
             assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.proves(
     "gradients.dtype",
     "precision.accumulation",
@@ -186,6 +189,7 @@ CONTROLS = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_rule_that_is_switched_off_is_seen(control):
     stage, precision, optimizer, spoilt = CONTROLS[control]
@@ -206,6 +210,7 @@ LOW = [
 ]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.proves("gradients.dtype", "zero.stage")
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_four_ranks_fp32_is_a_rounding_apart(stage):
@@ -224,6 +229,7 @@ def share_of_the_bound(config: dict[str, Any], run: TrialRun) -> float:
     return beyond(found, theirs, low=low, roundings=roundings, lr=LR)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.proves("gradients.dtype", "precision.accumulation", "precision.fp16", "zero.stage")
 @pytest.mark.parametrize(("stage", "precision"), LOW)
 def test_on_four_ranks_a_step_differs_by_the_roundings_of_a_sum_at_most(stage, precision):

@@ -104,6 +104,7 @@ def test_defaults_that_are_written_out_are_the_same_defaults(stage):
             assert furthest(mine, theirs) <= bound
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.proves("precision.bf16-overflow", "zero.stage")
 @pytest.mark.parametrize(
     ("stage", "checks"),

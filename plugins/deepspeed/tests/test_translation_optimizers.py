@@ -78,6 +78,7 @@ def optimizer_of(name: str) -> dict[str, Any]:
     return {"type": kind, "params": {**params, **torchs}}
 
 
+@pytest.mark.matrix(7)
 @pytest.mark.proves(
     "optimizer.amsgrad",
     "optimizer.betas",
@@ -186,6 +187,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.proves(
     "optimizer.lr",
     "schedule.other",

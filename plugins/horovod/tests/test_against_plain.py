@@ -24,6 +24,7 @@ SCENARIOS = [Scenario(data=TinyData(accumulate=count)) for count in (1, 2)]
 scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=["once", "accumulated"])
 
 
+@pytest.mark.matrix(26)
 @scenarios
 @pytest.mark.parametrize("kind", [*HOOKS, *MEMORY, *OVERLAPS, *GRADIENTS])
 def test_it_trains_as_in_plain_pytorch(kind: Kind, scenario: Scenario) -> None:

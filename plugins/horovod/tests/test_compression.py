@@ -71,6 +71,7 @@ def run(comm: Any, made: Trainer, folder: Path, until: int | None = None) -> Leg
     return leg
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_compressed_run_is_that_over_gloo_and_goes_on_there(name, tmp_path):
     none = CheckpointOptions(dir=None, at_end=False, resume="never")

@@ -160,6 +160,7 @@ def test_a_process_comes_and_goes_and_no_sample_is_lost_or_seen_twice(tmp_path, 
         assert json.loads((tmp_path / name).read_text())
 
 
+@pytest.mark.exhaustive
 def test_of_three_processes_two_go_on_when_rank_0_is_killed(tmp_path, undisturbed):
     said = elastic(tmp_path, "localhost:1\n127.0.0.1:1", "Death", processes=2, most=3)
     check_as_undisturbed(tmp_path, undisturbed)

@@ -82,6 +82,7 @@ def done(tmp_path_factory) -> Done:
     return Done(folder, said, found)
 
 
+@pytest.mark.exhaustive
 def test_every_command_of_the_page_does_what_it_says(done):
     (translated, _), *others = done.outputs
     assert translated == 10

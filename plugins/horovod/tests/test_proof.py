@@ -80,6 +80,7 @@ for epoch in range(9):
 )
 
 
+@pytest.mark.exhaustive
 def test_four_processes_autocast_and_a_scheduler_by_epoch_agree(verify):
     line = "horovodrun -np 4 python train.py"
     code, text, content = verify("verify.ladder=[recipe]", line=line, script=BY_EPOCH)

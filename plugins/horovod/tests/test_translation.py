@@ -155,6 +155,7 @@ def assert_the_same_bits(mine: list[RankTrace], theirs: list[RankTrace]) -> None
         assert one.rates == pytest.approx(other.rates, rel=1e-12)
 
 
+@pytest.mark.matrix(10)
 @proves(
     "clip",
     "compression",
@@ -194,6 +195,7 @@ CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_rule_that_is_switched_off_is_seen(tmp_path, control):
     job, spoilt = CONTROLS[control]
@@ -296,6 +298,7 @@ OPTIMIZERS = (
 )
 
 
+@pytest.mark.matrix(6)
 @proves("optimizer.lr", "optimizer.option", "optimizer.type")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_of_torch_steps_as_it_does_under_horovod(tmp_path, optimizer):
@@ -332,6 +335,7 @@ SCHEDULES = (
 )
 
 
+@pytest.mark.matrix(4)
 @proves("schedule.interval", "schedule.option", "schedule.type")
 @pytest.mark.parametrize("scheduler", SCHEDULES)
 def test_every_update_of_a_schedule_is_the_scripts(tmp_path, scheduler):
@@ -419,6 +423,7 @@ def test_sparse_embeddings_are_reduced_as_under_horovod(tmp_path, dense):
 ON_FOUR = ("the mean", "the sum", "a mean of passes", "clipping", "a state that stays")
 
 
+@pytest.mark.matrix(2)
 @proves("engine", "op", "passes", "start.optimizer", "start.unused")
 @pytest.mark.parametrize("job", ON_FOUR)
 def test_on_four_ranks_fp32_is_a_rounding_apart(tmp_path, job):

@@ -30,6 +30,7 @@ def lightnings(tmp_path_factory) -> Callable[[str, Watched], Recording]:
     return said
 
 
+@pytest.mark.matrix(20)
 @pytest.mark.parametrize("name", CASES)
 def test_our_loop_does_what_lightning_does(name, lightnings, tmp_path):
     for watched in WATCHED:
@@ -38,6 +39,7 @@ def test_our_loop_does_what_lightning_does(name, lightnings, tmp_path):
         assert bool(told) is (name in DIFFER), (watched, told)
 
 
+@pytest.mark.matrix(20)
 @pytest.mark.parametrize("name", CASES)
 def test_our_strategy_does_what_lightnings_does(name, lightnings, tmp_path):
     found = under_lightning(CASES[name], tmp_path, strategy="torsh_single")

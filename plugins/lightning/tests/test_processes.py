@@ -55,6 +55,7 @@ def lightnings(on_ranks, tmp_path_factory) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("started", "how"),
     [

@@ -154,6 +154,7 @@ def test_a_script_of_lightnings_trains_the_same_under_srun(srun, tmp_path, on_ra
     torch.testing.assert_close(state(tmp_path / "fsdp.ckpt"), expected)
 
 
+@pytest.mark.exhaustive
 def test_our_loop_trains_the_same_under_srun(srun, tmp_path, door):
     args = [
         "task=lightning",

@@ -25,6 +25,7 @@ SCENARIOS = [Scenario(data=TinyData(accumulate=count)) for count in (1, 2)]
 scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=["once", "accumulated"])
 
 
+@pytest.mark.matrix(26)
 @scenarios
 @pytest.mark.parametrize("kind", [*HOOKS, *MEMORY, *GRADIENTS, "repeated", "repeated_within"])
 @pytest.mark.parametrize("zero1", [False, True])

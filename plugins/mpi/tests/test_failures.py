@@ -225,6 +225,7 @@ class TestLateness:
 
 
 class TestDeath:
+    @pytest.mark.matrix(1)
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
     def test_a_rank_that_dies_ends_the_job_with_one_error_and_leaves_no_process(self, number):
         mark = uuid.uuid4().hex
