@@ -113,7 +113,8 @@ class NativeEngine(Engine):
         self._held = None if precision.gradients == "fp32" else DTYPES[precision.gradients]
         trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._ema = None if job.ema_decay is None else Ema(trainable, decay=job.ema_decay)
-        self._evaluation = self._make_evaluation(around_evaluation, self._watch_writes(job))
+        self._evaluation_writes = self._watch_writes(job)
+        self._evaluation = self._make_evaluation(around_evaluation)
         self._state = self._make_state()
         self._emulation = combine(job.emulation, emulation)
         self._check_emulation(job)
@@ -121,7 +122,7 @@ class NativeEngine(Engine):
             stepped = list(self.optimizers.values())
             self._emulation.begin(stepped, self._parameters, forget=_forget_state)
 
-    def _make_evaluation(self, around: Around, writes: Writes) -> Evaluation:
+    def _make_evaluation(self, around: Around) -> Evaluation:
         return Evaluation(
             self.model,
             self.eval_module,
@@ -130,7 +131,7 @@ class NativeEngine(Engine):
             autocast=self._autocast,
             ema=self._ema,
             around=around,
-            writes=writes,
+            writes=self._evaluation_writes,
         )
 
     def _make_state(self) -> EngineState:
@@ -308,7 +309,8 @@ class NativeEngine(Engine):
         if self._buffers_differ or self.model.training or self.evaluates_together:
             self._buffers.gather()
             self._buffers_differ = False
-        yield self.eval_module
+        with self._evaluation_writes.watch_evaluation():
+            yield self.eval_module
 
     def clip_one(self, name: str, clip: Clip, *, measure_norm: bool = False) -> Tensor | None:
         optimizer = self.optimizers[name]

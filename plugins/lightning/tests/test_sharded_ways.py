@@ -177,3 +177,38 @@ def test_an_output_that_nobody_can_look_into_is_refused_before_the_first_step(on
     for said in on_ranks(run, tmp_path, "an iterator", {}):
         assert "cannot look into what 'Counts' returns: a list_iterator" in said
         assert "return tensors" in said
+
+
+class ShrinksWhileValidating(Base):
+    """Writes to a weight in a forward of its validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        return self.keep(nn.functional.cross_entropy(self.layer(batch[0]), batch[1]))
+
+    def validation_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        self.layer(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def refuse_in_validation(world: World, port: int, folder: Path) -> str:
+    as_torchrun(world, port, folder)
+    flags = {"devices": world.size, "num_sanity_val_steps": 0, "limit_val_batches": 1}
+    with Leaves():
+        try:
+            fitted(TorshStrategy("fsdp"), ShrinksWhileValidating(), folder, **flags)
+        except Unsupported as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_a_validation_that_writes_to_what_is_cut_is_refused(on_ranks, tmp_path):
+    for said in on_ranks(refuse_in_validation, tmp_path):
+        assert "cannot honour a forward that writes to the parameter 'layer.weight'" in said
