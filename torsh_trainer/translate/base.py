@@ -67,6 +67,14 @@ class Translator(abc.ABC):
             ResourceError: it cannot be read.
         """
 
+    def translate_jobs(self, source: str | Path, asked: TranslationRequest) -> tuple[Plan, ...]:
+        """A plan for each job that ``source`` starts: one, unless a translator knows of several.
+
+        Raises:
+            ConfigError, ResourceError: as ``translate``.
+        """
+        return (self.translate(source, asked),)
+
     def content(self, source: str | Path, asked: TranslationRequest) -> dict[str, Any]:
         """What ``Original`` is given to train as ``source`` says: plain values.
 
