@@ -42,8 +42,8 @@ class Translator(abc.ABC):
     """What it reads, for the message about a file that nobody knows."""
 
     priority: ClassVar[int] = 50
-    """The first that recognises a source translates it, from the highest on: horovod 20, deepspeed,
-    which takes any JSON, 10."""
+    """The first that recognises a source translates it, from the highest on: launch 30, horovod 20,
+    deepspeed, which takes any JSON, 10."""
 
     original: ClassVar[str] = ""
     """The module with ``Original``, the strategy that trains by the engine itself, for ``verify

@@ -138,12 +138,12 @@ def _judge_plugin_file(job: LaunchJob, said: StatedFlag) -> Outcome:
 def _fsdp(judge: object) -> object:
     """The verdict of a flag that only a sharded job heeds."""
 
-    def judged(job: LaunchJob, said: StatedFlag) -> Outcome:
+    def judge_heeded(job: LaunchJob, said: StatedFlag) -> Outcome:
         if find_engine(job) != FSDP:
             return dead("FSDP is not switched on (--use_fsdp)")
         return judge(job, said)  # type: ignore[operator]
 
-    return judged
+    return judge_heeded
 
 
 def judge_sharding(job: LaunchJob, said: StatedFlag) -> Outcome:

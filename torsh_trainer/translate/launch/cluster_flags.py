@@ -79,9 +79,9 @@ MPIRUN = table_of_rows(
 def shape_srun(job: LaunchJob, link: Link) -> WorldShape:
     """How many processes srun starts by itself, as far as the line tells."""
     tasks, nodes = link.find("ntasks", "n"), link.find("nodes", "N")
-    total = _known(tasks)
-    count = _known(nodes)
-    each = _known(link.find("ntasks_per_node", "tasks_per_node"))
+    total = _whole_number(tasks)
+    count = _whole_number(nodes)
+    each = _whole_number(link.find("ntasks_per_node", "tasks_per_node"))
     if total is None and each is not None and count is not None:
         total = each * count
     return WorldShape(each, count, total)
@@ -89,10 +89,10 @@ def shape_srun(job: LaunchJob, link: Link) -> WorldShape:
 
 def shape_mpirun(job: LaunchJob, link: Link) -> WorldShape:
     """How many processes mpirun starts."""
-    return WorldShape(None, None, _known(link.find("np", "n", "c")))
+    return WorldShape(None, None, _whole_number(link.find("np", "n", "c")))
 
 
-def _known(said: StatedFlag | None) -> int | None:
+def _whole_number(said: StatedFlag | None) -> int | None:
     if said is None or said.hole is not None or not said.text.isdigit():
         return None
     return int(said.text) or None

@@ -110,7 +110,7 @@ def text_of_file(job: LaunchJob, said: StatedFlag, finder: FileFinder) -> tuple[
         return word.text, _text_written(word.text, written, said)
     name = word.text
     if word.holes:
-        name = _known_end(word)
+        name = _end_of_path(word)
         if not name or finder.find(name, folder) is None:
             raise Asked(_fact_of_path(said, word))
     path = finder.find(name, folder)
@@ -146,7 +146,7 @@ def _text_written(name: str, written: WrittenFile, said: StatedFlag) -> str:
     return "".join(part for part in written.text if isinstance(part, str))
 
 
-def _known_end(word: Word) -> str:
+def _end_of_path(word: Word) -> str:
     """``scripts/zero3.json`` of ``$ROOT/scripts/zero3.json``."""
     last = word.holes[-1].text
     end = word.text.rpartition(last)[2]
@@ -377,11 +377,11 @@ def read_argument_file(
         except ConfigError:
             continue
         if len(marks & set(root.value)) >= 3:
-            return tuple(_said_of_entries(root, path.name))
+            return tuple(_flags_of_entries(root, path.name))
     return ()
 
 
-def _said_of_entries(root: Node, file: str) -> Iterator[StatedFlag]:
+def _flags_of_entries(root: Node, file: str) -> Iterator[StatedFlag]:
     for key, entry in root.value.items():
         value = entry.node.plain()
         if isinstance(value, dict):

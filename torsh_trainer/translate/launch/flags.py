@@ -132,7 +132,7 @@ def read_flags(
             break
         name, equals, inline = word.text.partition("=")
         row = find_row(name, table, folds_dashes=folds_dashes)
-        if row is None and (attached := _attached(word, table)) is not None:
+        if row is None and (attached := _split_short(word, table)) is not None:
             short, value = attached
             said.append(StatedFlag(short, (value,), word.place))
             at += 1
@@ -169,7 +169,7 @@ def find_row(name: str, table: FlagTable, *, folds_dashes: bool = False) -> Flag
     return next(iter(rows.values())) if len(rows) == 1 else None
 
 
-def _attached(word: Word, table: FlagTable) -> tuple[str, Word] | None:
+def _split_short(word: Word, table: FlagTable) -> tuple[str, Word] | None:
     """``-N2``: a short flag with its value in the same word."""
     short = word.text[:2]
     if word.text.startswith("--") or short not in table or len(word.text) < 3:

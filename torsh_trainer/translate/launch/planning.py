@@ -376,7 +376,7 @@ class _Planning:
         for fact in facts:
             _ask(job, fact)
         keys_asked = self.keys_asked(facts)
-        dotted = {name for name in job.settings if name in _known_keys()}
+        dotted = {name for name in job.settings if name in _deepspeed_keys()}
         job.used |= dotted
         settings |= {name: job.settings[name] for name in dotted}
         options = Options(
@@ -528,12 +528,13 @@ class _Planning:
         """The one command that starts the job."""
         line = self.job.line
         prefix = [
-            f"{name}={_quote(_masked(name, word))}" for name, word in line.command.variables.items()
+            f"{name}={_quote(_hide_secret(name, word))}"
+            for name, word in line.command.variables.items()
         ]
         visible = self.visible_devices()
         if visible and not any(text.startswith("CUDA_VISIBLE_DEVICES=") for text in prefix):
             prefix.append(f"CUDA_VISIBLE_DEVICES={visible}")
-        words = [*prefix, *(_quote(word) for word in self.kept_words())]
+        words = [*prefix, *(_quote(word) for word in self.words_around())]
         inner = line.launcher.launcher
         if self.job.line.is_kept and inner in ("srun", "mpirun", PYTHON):
             return " ".join([*words, f"python {RUN}"])
@@ -541,7 +542,7 @@ class _Planning:
             return " ".join([*words, f"python {RUN}"])
         return " ".join([*words, self.torchrun(), RUN])
 
-    def kept_words(self) -> list[Word]:
+    def words_around(self) -> list[Word]:
         """srun or mpirun with their own words, up to what they start."""
         line = self.job.line
         everything = (*line.command.around, *line.command.words)
@@ -594,7 +595,7 @@ class _Planning:
         return ""
 
 
-def _known_keys() -> set[str]:
+def _deepspeed_keys() -> set[str]:
     return {key.dotted for key in keys.schema().values()}
 
 
@@ -625,7 +626,7 @@ def _report_value(said: StatedFlag) -> Any:
     return mask_text(said.text) if said.values or not said.file else said.text
 
 
-def _masked(name: str, word: Word) -> Word:
+def _hide_secret(name: str, word: Word) -> Word:
     return Word(MASK, word.place) if is_secret(name) else word
 
 

@@ -31,7 +31,7 @@ def _knob(names: str, key: str, why: str, *, whole: bool = False, family: str) -
     return judge_row(names, judge, rule=f"{family}.knob")
 
 
-def _divided(what: str) -> Judge:
+def _judge_parts(what: str) -> Judge:
     def judge(job: LaunchJob, said: StatedFlag) -> Outcome:
         if job.text(said) in ("0", "1"):
             return dead("1: not divided")
@@ -212,7 +212,7 @@ MEGATRON = table_of_rows(
         "size --context-parallel-size --expert-model-parallel-size --ds-sequence- "
         "parallel-size --num-experts --expert-tensor-parallel-size --virtual-pipeline- "
         "model-parallel-size --num-layers-per-virtual-pipeline-stage",
-        _divided("parts of a model"),
+        _judge_parts("parts of a model"),
         rule="megatron.mesh",
     ),
     *fix_rows(
@@ -299,7 +299,7 @@ MEGATRON_MARKS = frozenset(
 # -- diffusers, accelerate's examples --------------------------------------------------------------
 
 
-def _mixed(job: LaunchJob, said: StatedFlag) -> Outcome:
+def _judge_mixed(job: LaunchJob, said: StatedFlag) -> Outcome:
     kind = job.text(said).lower()
     if kind in ("no", "fp32"):
         return Outcome("exact", "fp32 throughout", {"precision": "fp32"})
@@ -372,7 +372,7 @@ DIFFUSERS = table_of_rows(
         rule="diffusers.decay",
     ),
     _rename("max_grad_norm", "max_grad_norm"),
-    judge_row("--mixed_precision", _mixed, rule="diffusers.precision"),
+    judge_row("--mixed_precision", _judge_mixed, rule="diffusers.precision"),
     _rename("gradient_checkpointing", "gradient_checkpointing"),
     judge_row("--seed", trainer_arguments.judge_seed, rule="diffusers.seed"),
     _knob(

@@ -24,7 +24,7 @@ def join_rounds(rounds: Sequence[Rounds], plans: Sequence[Plan]) -> list[Plan]:
     if any(plan.facts or plan.choices != first.choices for plan in plans):
         return _apart(rounds, plans)
     keys = dict.fromkeys(key for plan in plans for key in plan.values)
-    differing = [key for key in keys if len({_hashed(plan.values.get(key)) for plan in plans}) > 1]
+    differing = [key for key in keys if len({_hash_of(plan.values.get(key)) for plan in plans}) > 1]
     if not differing:
         note = (
             f"a loop starts it {len(plans)} times ({loop}), and only the script's own arguments "
@@ -32,9 +32,9 @@ def join_rounds(rounds: Sequence[Rounds], plans: Sequence[Plan]) -> list[Plan]:
         )
         return [replace(first, notes=(*first.notes, note))]
     columns = {key: _distinct([plan.values.get(key) for plan in plans]) for key in differing}
-    wanted = [tuple(_hashed(plan.values.get(key)) for key in differing) for plan in plans]
+    wanted = [tuple(_hash_of(plan.values.get(key)) for key in differing) for plan in plans]
     every = [
-        tuple(map(_hashed, values)) for values in product(*(columns[key] for key in differing))
+        tuple(map(_hash_of, values)) for values in product(*(columns[key] for key in differing))
     ]
     if sorted(wanted, key=repr) != sorted(every, key=repr):
         return _apart(rounds, plans)
@@ -59,12 +59,12 @@ def _apart(rounds: Sequence[Rounds], plans: Sequence[Plan]) -> list[Plan]:
     return found
 
 
-def _hashed(value: Any) -> str:
+def _hash_of(value: Any) -> str:
     return repr(value)
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
-    return list({_hashed(value): value for value in values}.values())
+    return list({_hash_of(value): value for value in values}.values())
 
 
 def _text(value: Any) -> str:

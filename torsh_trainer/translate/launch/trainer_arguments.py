@@ -82,10 +82,10 @@ _OTHERS = {"sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop", "adafactor"
 _OURS = "a run of its own: by this name its meaning is ours"
 
 
-def _filled(judge: Judge) -> Judge:
+def _unless_in_file(judge: Judge) -> Judge:
     """The verdict where DeepSpeed's file does not hold the same; else that it fills the file."""
 
-    def judged(job: LaunchJob, said: StatedFlag) -> Outcome:
+    def judge_file_first(job: LaunchJob, said: StatedFlag) -> Outcome:
         job.text(said)
         keys = [key for key in FILLS.get(said.name, ()) if key in job.configured]
         if keys:
@@ -112,7 +112,7 @@ def _filled(judge: Judge) -> Judge:
             return dead(f"the {block} of DeepSpeed's file takes its place")
         return judge(job, said)
 
-    return judged
+    return judge_file_first
 
 
 def _agrees(text: str, value: Any) -> bool:
@@ -126,7 +126,7 @@ def _agrees(text: str, value: Any) -> bool:
 
 
 def _row(names: str, judge: Judge, rule: str) -> FlagRow:
-    return judge_row(names, _filled(judge), rule=f"hf.{rule}")
+    return judge_row(names, _unless_in_file(judge), rule=f"hf.{rule}")
 
 
 def _knob(
@@ -417,7 +417,7 @@ def _resume(job: LaunchJob, said: StatedFlag) -> Outcome:
     )
 
 
-def _unused(job: LaunchJob, said: StatedFlag) -> Outcome:
+def _find_unused(job: LaunchJob, said: StatedFlag) -> Outcome:
     if not said.is_on or job.is_configured:
         return dead("DDP alone reads it" if job.is_configured else "switched off")
     return exact("parameters without a gradient", strategy__find_unused_parameters=True)
@@ -429,7 +429,7 @@ def _buckets(job: LaunchJob, said: StatedFlag) -> Outcome:
     return faster("MiB of gradients that travel together", strategy__bucket_cap_mb=job.number(said))
 
 
-def _averaged(job: LaunchJob, said: StatedFlag) -> Outcome:
+def _average(job: LaunchJob, said: StatedFlag) -> Outcome:
     return approximate("the loss of a step is weighted by what the task says, over all processes")
 
 
@@ -441,7 +441,7 @@ def _grouping(job: LaunchJob, said: StatedFlag) -> Outcome:
     )
 
 
-def _refused_when_on(what: str) -> Judge:
+def _refuse_when_on(what: str) -> Judge:
     def judge(job: LaunchJob, said: StatedFlag) -> Outcome:
         if said.text.lower() in ("0", "0.0", "false", "none", "no", ""):
             return dead("switched off")
@@ -515,7 +515,7 @@ TABLE = table_of_rows(
     _switch("--dataloader_drop_last", "data.drop_last", "the ragged tail is left out", "loading"),
     _switch("--dataloader_pin_memory", "data.pin_memory", "page-locked batches", "loading"),
     _knob("--dataloader_prefetch_factor", "data.prefetch_factor", "batches kept ready", "loading"),
-    _row("--ddp_find_unused_parameters", _unused, "ddp"),
+    _row("--ddp_find_unused_parameters", _find_unused, "ddp"),
     _row("--ddp_bucket_cap_mb", _buckets, "ddp"),
     _switch("--torch_compile", "trainer.compile", "the model is compiled", "compile"),
     _switch("--full_determinism", "trainer.deterministic", "deterministic kernels alone", "seed"),
@@ -523,13 +523,13 @@ TABLE = table_of_rows(
     _row("--fsdp_transformer_layer_cls_to_wrap", _units, "fsdp"),
     _row("--fsdp_config", _fsdp_file, "fsdp"),
     judge_row("--deepspeed --deepspeed_config", _file, rule="hf.deepspeed"),
-    _row("--average_tokens_across_devices", _averaged, "loss"),
+    _row("--average_tokens_across_devices", _average, "loss"),
     _row("--train_sampling_strategy --group_by_length", _grouping, "loading"),
-    _row("--label_smoothing_factor", _refused_when_on("smoothed labels: your task's loss"), "loss"),
-    _row("--neftune_noise_alpha", _refused_when_on("noise on embeddings"), "loss"),
+    _row("--label_smoothing_factor", _refuse_when_on("smoothed labels: your task's loss"), "loss"),
+    _row("--neftune_noise_alpha", _refuse_when_on("noise on embeddings"), "loss"),
     _row(
         "--auto_find_batch_size",
-        _refused_when_on("a smaller batch after an error; the stage find_batch_size finds one"),
+        _refuse_when_on("a smaller batch after an error; the stage find_batch_size finds one"),
         "micro-batch",
     ),
     fix_row(
@@ -538,8 +538,8 @@ TABLE = table_of_rows(
         "kernels of Liger: the same layers, here by torch",
         rule="hf.kernels",
     ),
-    _row("--push_to_hub", _refused_when_on("uploads; checkpoint export writes the files"), "hub"),
-    _row("--load_best_model_at_end", _refused_when_on("checkpoint.keep_best keeps it"), "saving"),
+    _row("--push_to_hub", _refuse_when_on("uploads; checkpoint export writes the files"), "hub"),
+    _row("--load_best_model_at_end", _refuse_when_on("checkpoint.keep_best keeps it"), "saving"),
     fix_row("--output_dir", "exact", "the run directory: hydra.run.dir=DIR", rule="hf.places"),
     fix_row("--logging_dir", "exact", "in the run directory", rule="hf.places"),
     *fix_rows(

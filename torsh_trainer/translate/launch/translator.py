@@ -222,7 +222,7 @@ class _LaunchFile:
         return replace(
             plan,
             source=source,
-            findings=tuple(_moved(plan.findings, line, script if path else "")),
+            findings=tuple(_move_findings(plan.findings, line, script if path else "")),
             taken_for=f"horovodrun starts {script or text[:60]}",
             command=f"python {RUN}" if here else "",
         )
@@ -314,7 +314,7 @@ class _LaunchFile:
         check_settings(self.asked.settings or {}, self.text, known)
 
 
-def _moved(findings: Sequence[Finding], line: LaunchLine, script: str) -> Iterator[Finding]:
+def _move_findings(findings: Sequence[Finding], line: LaunchLine, script: str) -> Iterator[Finding]:
     """Findings of a line of its own, with the lines of the file that it stands in."""
     for finding in findings:
         here = finding.given and finding.file in ("", "--command")

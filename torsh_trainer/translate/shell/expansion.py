@@ -16,10 +16,10 @@ from torsh_trainer.translate.shell.words import (
     Hole,
     Text,
     Word,
-    known_text,
     merge_parts,
     plain,
     split_words,
+    text_if_known,
     word_of,
 )
 
@@ -152,21 +152,21 @@ class Expander:
             return hole
         name, index, rest = match["name"], match["index"], match["rest"]
         if match["sign"] == "!":
-            target = known_text(self.variable(name, state))
+            target = text_if_known(self.variable(name, state))
             return self.variable(target, state) if target and re.fullmatch(r"\w+", target) else hole
         if match["sign"] == "#":
             return self.length(name, index, state, hole)
-        value = self.indexed(name, index, state) if index is not None else self.value(name, state)
+        value = self.value_at(name, index, state) if index is not None else self.value(name, state)
         if not rest:
             return value if value is not None else (Hole(name, text),)
         if rest[0] == ":" and rest[1:2] in ("-", "=", "+", "?"):
             return self.with_default(name, value, rest[1], rest[2:], state, empty_too=True)
         if rest[0] in "-=+?":
             return self.with_default(name, value, rest[0], rest[1:], state, empty_too=False)
-        known = None if value is None else known_text(value)
+        known = None if value is None else text_if_known(value)
         if known is None:
             return (Hole(name, text),)
-        changed = _change(known, rest, lambda raw: known_text(self.template(raw, state)))
+        changed = _change(known, rest, lambda raw: text_if_known(self.template(raw, state)))
         return hole if changed is None else (changed,)
 
     def value(self, name: str, state: ShellState) -> Text | None:
@@ -174,13 +174,13 @@ class Expander:
             return self.variable(name, state)
         return state.lookup(name)
 
-    def indexed(self, name: str, index: str, state: ShellState) -> Text | None:
+    def value_at(self, name: str, index: str, state: ShellState) -> Text | None:
         items = state.arrays.get(name)
         if items is None:
             return state.lookup(name) if index in ("@", "*", "0") else None
         if index in ("@", "*"):
             return merge_parts([part for item in items.values() for part in (*item, " ")][:-1])
-        key = known_text(self.template(index, state))
+        key = text_if_known(self.template(index, state))
         if key is None:
             return None
         if key not in items and (number := self.number(key, state)) is not None:
@@ -188,15 +188,15 @@ class Expander:
         return items.get(key, ())
 
     def number(self, text: str, state: ShellState) -> int | None:
-        known = known_text(self.arithmetic(text, state, text))
+        known = text_if_known(self.arithmetic(text, state, text))
         return int(known) if known is not None else None
 
     def length(self, name: str, index: str | None, state: ShellState, hole: Text) -> Text:
         if index in ("@", "*"):
             items = state.arrays.get(name)
-            holes = items is None or any(known_text(item) is None for item in items.values())
+            holes = items is None or any(text_if_known(item) is None for item in items.values())
             return hole if items is None or holes else (str(len(items)),)
-        known = known_text(state.lookup(name) or hole)
+        known = text_if_known(state.lookup(name) or hole)
         return hole if known is None else (str(len(known)),)
 
     def with_default(
@@ -246,10 +246,10 @@ class Expander:
         def number(match: re.Match[str]) -> str:
             name = match[1] or match[2] or match[3]
             if match[4]:
-                value = self.indexed(name, match[4][1:-1], state)
+                value = self.value_at(name, match[4][1:-1], state)
             else:
                 value = state.lookup(name)
-            known = None if value is None else known_text(value)
+            known = None if value is None else text_if_known(value)
             if known is not None and re.fullmatch(r"\s*-?\d+\s*", known):
                 return known.strip()
             if known == "":
@@ -315,7 +315,7 @@ class Expander:
     def count_items(self, name: str, state: ShellState, text: str) -> Text:
         """How many items, between commas, a variable has."""
         value = state.lookup(name)
-        known = None if value is None else known_text(value)
+        known = None if value is None else text_if_known(value)
         return (Hole(name, text),) if known is None else (str(len(known.split(","))),)
 
 
@@ -338,7 +338,7 @@ def _spread_braces(text: Text, node: Any) -> list[Text]:
         return [text]
     if '"' in text_of_node(node) or "'" in text_of_node(node):
         return [text]
-    known = known_text(text)
+    known = text_if_known(text)
     match = _BRACES.search(known) if known is not None else None
     if match is None or known is None:
         return [text]

@@ -23,9 +23,9 @@ from torsh_trainer.translate.shell.words import (
     Text,
     Word,
     WrittenFile,
-    known_text,
     merge_parts,
     plain,
+    text_if_known,
     word_of,
 )
 
@@ -297,7 +297,7 @@ class _Reader:
         parts = [child for child in target.children if child.is_named]
         if len(parts) < 2 or value is None:
             return
-        index = known_text(self.expander.text(parts[1], state))
+        index = text_if_known(self.expander.text(parts[1], state))
         if index is not None:
             items = state.arrays.setdefault(text_of_node(parts[0]), {})
             items[index.strip("\"'")] = self.expander.text(value, state)
@@ -402,7 +402,7 @@ class _Reader:
 
     def choose_case(self, node: Any, state: ShellState) -> None:
         value = node.child_by_field_name("value")
-        said = known_text(self.expander.text(value, state)) if value is not None else None
+        said = text_if_known(self.expander.text(value, state)) if value is not None else None
         forks: list[ShellState] = []
         for item in node.children:
             if item.type != "case_item":
@@ -410,7 +410,7 @@ class _Reader:
             patterns = [item.children[i] for i in range(len(item.children)) if _is_pattern(item, i)]
             body = item.children[len(patterns) * 2 :]
             if said is not None:
-                texts = [known_text(self.expander.text(p, state)) for p in patterns]
+                texts = [text_if_known(self.expander.text(p, state)) for p in patterns]
                 if any(t is not None and compare_words(said, "=", t) for t in texts):
                     self.run(body, state)
                     return
@@ -554,7 +554,7 @@ class _Reader:
         if kind == "command":
             return self.test_words(self.expander.words_of_command(node, state), state)
         if kind in ("word", "string", "concatenation", "simple_expansion", "expansion"):
-            known = known_text(self.expander.text(node, state))
+            known = text_if_known(self.expander.text(node, state))
             return None if known is None else known != ""
         return None
 
@@ -580,12 +580,12 @@ class _Reader:
 
     def is_empty(self, text: Text, state: ShellState, sign: str) -> bool | None:
         """``-z`` and ``-n``; a variable that nothing in the file sets is empty."""
-        known = self.known_or_unset(text, state)
+        known = self.text_or_unset(text, state)
         return None if known is None else (known == "") is (sign == "-z")
 
-    def known_or_unset(self, text: Text, state: ShellState) -> str | None:
+    def text_or_unset(self, text: Text, state: ShellState) -> str | None:
         """A text that is known, or empty where it is a variable that nothing sets."""
-        known = known_text(text)
+        known = text_if_known(text)
         if known is not None:
             return known
         holes = [part for part in text if isinstance(part, Hole)]
@@ -605,9 +605,9 @@ class _Reader:
             return _combine(both[0], "&&" if sign.type in ("&&", "-a") else "||", both[1])
         operator = text_of_node(sign)
         sides = [self.expander.text(side, state) for side in (left, right)]
-        texts = [known_text(side) for side in sides]
+        texts = [text_if_known(side) for side in sides]
         if operator in ("=", "==", "!=") and texts[1]:
-            texts[0] = self.known_or_unset(sides[0], state)
+            texts[0] = self.text_or_unset(sides[0], state)
         if texts[0] is None or texts[1] is None:
             open_ = [part for side in sides for part in side if isinstance(part, Hole)]
             self.cause = next((h.name for h in open_ if re.fullmatch(r"\w+", h.name)), "")

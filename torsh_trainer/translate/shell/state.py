@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torsh_trainer.translate.nodes import Place
-from torsh_trainer.translate.shell.words import Hole, Text, known_text, plain
+from torsh_trainer.translate.shell.words import Hole, Text, plain, text_if_known
 
 
 @dataclass
@@ -89,7 +89,7 @@ def _common(texts: Sequence[Text | None], name: str, cause: str) -> Text:
     if first is not None and all(text == first for text in texts):
         return first
     said = [text for text in texts if text is not None]
-    choices = dict.fromkeys(known for text in said if (known := known_text(text)) is not None)
+    choices = dict.fromkeys(known for text in said if (known := text_if_known(text)) is not None)
     if cause:
         return (Hole(cause, f"${name}"),)
     return (Hole(name, f"${name}", tuple(choices)),)

@@ -80,7 +80,7 @@ def plain(text: Text) -> str:
     return "".join(part if isinstance(part, str) else part.text for part in text)
 
 
-def known_text(text: Text) -> str | None:
+def text_if_known(text: Text) -> str | None:
     """The text, or None where it has a hole."""
     return None if any(isinstance(part, Hole) for part in text) else plain(text)
 
