@@ -419,6 +419,15 @@ def test_facts_that_are_stated_are_no_longer_missing(tmp_path):
     assert plan.choices["precision"] == "bf16_true"
 
 
+def test_a_configuration_that_is_not_there_leaves_what_it_may_decide_open():
+    plan = plan_of(f"torchrun a.py {HF} --deepspeed nowhere.json --bf16 --learning_rate 1e-4")
+    assert {finding(plan, key).verdict for key in ("--deepspeed", "--bf16", "--learning_rate")} == {
+        "refused"
+    }
+    assert "precision" not in plan.choices
+    assert "optimizer.lr" not in plan.values
+
+
 def test_auto_that_no_line_fills_is_asked_for(tmp_path):
     (tmp_path / "ds.json").write_text(
         '{"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}'

@@ -126,6 +126,20 @@ def test_a_branch_that_hangs_on_an_argument_asks_for_the_argument():
     assert last(text, **{"1": "4"}) == ["f", "2"]
 
 
+def test_an_item_of_an_unknown_index_asks_for_the_index():
+    text = "rates=(1 2 3); at=$TASK; f ${rates[$(( at % ${#rates[@]} ))]}"
+    [command] = [c for c in commands(text, name="f", known={}) if c.words]
+    assert command.words[1].open == "TASK"
+    assert last(text, TASK="4") == ["f", "2"]
+
+
+def test_arguments_of_the_file_are_a_hole_and_remarks_within_a_line_are_nothing():
+    [command] = [c for c in commands('f a `# b` "$@" c', name="f", known={}) if c.words]
+    assert [word.text for word in command.words] == ["f", "a", "$@", "c"]
+    assert command.words[2].open == "@"
+    assert last('f "$@"', **{"@": "1"}) == ["f", "1"]
+
+
 def test_a_missing_argument_that_ends_the_file_is_taken_for_given():
     text = 'if [ -z "$1" ]; then echo usage; exit 1; fi\nf $1'
     assert words(text) == [["f", "$1"]]
@@ -236,7 +250,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(PIECES, max_size=30), st.sampled_from([" ", "", "\n"]))
 @example(["A=$A", "eval", "$A"], "\n")
 def test_any_text_is_read_or_named(pieces, between):

@@ -98,6 +98,8 @@ def _judge_precision(job: LaunchJob, said: StatedFlag) -> Outcome:
 
 
 def _judge_threads(job: LaunchJob, said: StatedFlag) -> Outcome:
+    if said.hole is not None:
+        return faster("cores of a process: launcher.threads_per_process")
     return faster("cores of a process", launcher__threads_per_process=job.whole(said, least=1))
 
 

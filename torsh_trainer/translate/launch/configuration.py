@@ -313,9 +313,10 @@ def settings_for(
     settings = {name: text for name, text in job.settings.items() if name in auto.ARGUMENTS}
     job.used |= set(settings)
     open_keys = [key for key, value in configured.items() if value == auto.AUTO]
+    wanted = {name for key in open_keys for name in auto.list_needs(key)}
     for name in auto.ARGUMENTS:
         said = job.argument(name)
-        if said is not None and name not in settings and job.family:
+        if said is not None and name in wanted and name not in settings and job.family:
             settings[name] = _setting(job, said)
     facts = []
     ratio = job.argument("warmup_ratio")

@@ -93,7 +93,8 @@ class WorldShape:
 class LaunchJob:
     """What verdicts look at, and what they collect on their way.
 
-    ``configured`` are dotted keys that the DeepSpeed file of the job holds, with their values.
+    ``configured`` are dotted keys that the DeepSpeed file of the job holds, with their values;
+    ``lacks_file``: a configuration is named that is not there.
     """
 
     line: LaunchLine
@@ -104,6 +105,7 @@ class LaunchJob:
     world: WorldShape = field(default_factory=WorldShape)
     configured: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
+    lacks_file: bool = False
     facts: dict[str, Fact] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
 
@@ -121,7 +123,7 @@ class LaunchJob:
     @property
     def is_configured(self) -> bool:
         """A configuration of DeepSpeed belongs to the job."""
-        return bool(self.configured)
+        return bool(self.configured) or self.lacks_file
 
     def holds(self, prefix: str) -> bool:
         """The DeepSpeed file has the key, or keys below it."""
@@ -206,6 +208,8 @@ def fact_of(hole: Hole, said: StatedFlag) -> Fact:
         look = "a branch or a loop of the file sets it, among others to " + ", ".join(
             hole.choices[:4]
         )
+    elif hole.name == "@":
+        look = "all arguments that you give to the file"
     elif hole.name.isdigit():
         look = f"argument {hole.name} that you give to the file"
     elif hole.name.startswith(("SLURM_", "PBS_", "LSB_")):

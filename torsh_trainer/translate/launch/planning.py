@@ -115,6 +115,7 @@ def plan_job(
         job.yaml, root, yaml_name = read_accelerate(job, finder)
     except Asked as question:
         _ask(job, question.fact)
+        job.lacks_file = True
     from_file = read_argument_file(job, finder, trainer_arguments.MARKS)
     job.arguments = (*from_file, *job.arguments)
     job.family = find_family({said.name for said in job.arguments})
@@ -124,7 +125,7 @@ def plan_job(
         document = read_deepspeed(job, finder, root, yaml_name)
     except Asked as question:
         _ask(job, question.fact)
-        job.configured = {"(a file that is not here)": None}
+        job.lacks_file = True
     if document is not None:
         job.configured = list_keys(document)
     return _Planning(job, asked, document).plan()
@@ -331,6 +332,8 @@ class _Planning:
     def read_defaults(self) -> None:
         """What the Trainer takes where the line says nothing."""
         job = self.job
+        if job.family == "megatron" and job.argument("optimizer") is None:
+            self.choose("optimizer", "adamw", "Megatron's default, Adam with decoupled decay")
         if job.family != "hugging-face":
             return
         said_rows = {id(_row_of_argument(s, trainer_arguments.TABLE)) for s in job.arguments}
@@ -341,6 +344,8 @@ class _Planning:
             fills = trainer_arguments.FILLS.get(name, ())
             said = job.argument(name)
             if said is not None or any(key in job.configured for key in fills):
+                continue
+            if job.lacks_file and (fills or block):
                 continue
             if block is not None and job.holds(f"{block}.type"):
                 continue
@@ -396,7 +401,7 @@ class _Planning:
                 continue
             verdict, why, becomes = finding.verdict, self.origin(finding.why), finding.becomes
             if finding.key == "steps_per_print" and "trainer.log_every" in self.found.values:
-                verdict, why, becomes = "dead", "the Trainer's --logging_steps says when", ""
+                verdict, why, becomes = "dead", "the arguments of the script say when", ""
             if finding.key in keys_asked:
                 verdict, why, becomes = "refused", _ASKED, ""
             self.found.findings.append(
@@ -423,7 +428,7 @@ class _Planning:
 
     def choices_of_line(self) -> set[str]:
         """Blocks that the file leaves to the script, and that the line decides on."""
-        if self.job.family not in ("hugging-face", "diffusers"):
+        if not self.job.family:
             return set()
         blocks = {"scheduler": "schedule", "optimizer": "optimizer"}
         return {
@@ -471,7 +476,8 @@ class _Planning:
         job = self.job
         own = any(job.argument(name) for name in ("deepspeed", "deepspeed_config", "zero_stage"))
         known = job.family in ("hugging-face", "diffusers") and not own
-        several = job.world.processes != 1 and job.line.launcher.launcher != PYTHON
+        alone = job.line.launcher.launcher == PYTHON and not job.line.is_kept
+        several = job.world.processes != 1 and not alone
         if (
             known
             and several

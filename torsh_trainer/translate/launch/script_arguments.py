@@ -76,7 +76,7 @@ def _megatron_half(job: LaunchJob, said: StatedFlag) -> Outcome:
 
 def _zero(job: LaunchJob, said: StatedFlag) -> Outcome:
     if job.is_configured:
-        return exact("DeepSpeed's file says the same, or its launcher fills it in")
+        return exact("DeepSpeed's file says which: its row stands below")
     stage = job.whole(said)
     if stage >= 2:
         return Outcome(

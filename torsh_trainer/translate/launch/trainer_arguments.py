@@ -87,6 +87,8 @@ def _unless_in_file(judge: Judge) -> Judge:
 
     def judge_file_first(job: LaunchJob, said: StatedFlag) -> Outcome:
         job.text(said)
+        if job.lacks_file and (said.name in FILLS or said.name in BLOCKS):
+            return refuse("the configuration that is asked for below may decide")
         keys = [key for key in FILLS.get(said.name, ()) if key in job.configured]
         if keys:
             filled = [key for key in keys if job.configured[key] == "auto"]

@@ -29,7 +29,8 @@ Pieces = list[tuple[Text, bool]]
 _SLASHED = re.compile(r"\\(\n|.)", re.DOTALL)
 _SLASHED_IN_QUOTES = re.compile(r"\\([$`\"\\\n])")
 _EXPANSION = re.compile(
-    r"\$\{(?P<sign>[#!]?)(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?(?P<rest>.*)\}", re.DOTALL
+    r"\$\{(?P<sign>[#!]?)(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>(?:[^\[\]]|\[[^\]]*\])*)\])?(?P<rest>.*)\}",
+    re.DOTALL,
 )
 _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))|\b([A-Za-z_]\w*)(\[[^\]]*\])?")
 _BRACES = re.compile(r"\{(?:(-?\d+)\.\.(-?\d+)|([^{}]*,[^{}]*))\}")
@@ -73,8 +74,8 @@ class Expander:
     def whole_array(self, node: Any, state: ShellState) -> list[Text] | None:
         """The items of ``"${A[@]}"`` or ``"$@"``, each a word of its own."""
         text = text_of_node(node).strip('"')
-        if text in ("$@", "${@}", "$*"):
-            return list(state.positional or [])
+        if text in ("$@", "${@}", "$*") and state.positional is not None:
+            return list(state.positional)
         match = _EXPANSION.fullmatch(text)
         if match is None or match["sign"] or match["rest"] or match["index"] not in ("@", "*"):
             return None
@@ -137,8 +138,10 @@ class Expander:
         if name in ("0", "BASH_SOURCE"):
             return (self.script,)
         if name in ("@", "*"):
-            items = state.positional or []
-            return merge_parts(part for item in items for part in (*item, " "))
+            if state.positional is None:
+                given = state.known.get("@")
+                return (Hole("@", f"${name}"),) if given is None else (given,)
+            return merge_parts(part for item in state.positional for part in (*item, " "))
         if name == "#" and state.positional is not None:
             return (str(len(state.positional)),)
         found = state.lookup(name)
@@ -158,7 +161,7 @@ class Expander:
             return self.length(name, index, state, hole)
         value = self.value_at(name, index, state) if index is not None else self.value(name, state)
         if not rest:
-            return value if value is not None else (Hole(name, text),)
+            return value if value is not None else (self.hole_of_index(name, index, text, state),)
         if rest[0] == ":" and rest[1:2] in ("-", "=", "+", "?"):
             return self.with_default(name, value, rest[1], rest[2:], state, empty_too=True)
         if rest[0] in "-=+?":
@@ -169,6 +172,14 @@ class Expander:
         changed = _change(known, rest, lambda raw: text_if_known(self.template(raw, state)))
         return hole if changed is None else (changed,)
 
+    def hole_of_index(self, name: str, index: str | None, text: str, state: ShellState) -> Hole:
+        """What is not known of ``${name[index]}``: the index, where the array is known."""
+        if index is not None and name in state.arrays:
+            for part in self.arithmetic(index, state, index):
+                if isinstance(part, Hole):
+                    return Hole(part.name, text)
+        return Hole(name, text)
+
     def value(self, name: str, state: ShellState) -> Text | None:
         if name in ("0", "@", "*", "#", "BASH_SOURCE"):
             return self.variable(name, state)
@@ -176,6 +187,8 @@ class Expander:
 
     def value_at(self, name: str, index: str, state: ShellState) -> Text | None:
         items = state.arrays.get(name)
+        if name in state.known:
+            return (state.known[name],)
         if items is None:
             return state.lookup(name) if index in ("@", "*", "0") else None
         if index in ("@", "*"):

@@ -37,6 +37,9 @@ _COUNTED = re.compile(
     r"\s*\)\)",
     re.DOTALL,
 )
+_REMARKS = re.compile(r"`#[^`\n]*`")
+"""A remark within a line that goes on: a substitution of nothing."""
+
 _ENDS = {"exit": "exit", "return": "return", "break": "break", "continue": "continue"}
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _WRITERS = ("cat", "echo", "printf", "tee")
@@ -80,7 +83,7 @@ def read_script(text: str, *, name: str, known: Mapping[str, str]) -> ShellScrip
 
 class _Reader:
     def __init__(self, text: str, name: str, outer: _Reader | None = None) -> None:
-        text = text.replace("\r\n", "\n")
+        text = _REMARKS.sub(lambda m: " " * len(m[0]), text.replace("\r\n", "\n"))
         self.name = name
         self.root = parse(text)
         lines = text.encode("utf-8", "replace").split(b"\n")
