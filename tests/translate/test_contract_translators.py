@@ -6,6 +6,7 @@ from torsh_trainer.testing import TranslatorContract
 from torsh_trainer.testing.translator import Sample
 from torsh_trainer.translate.deepspeed.translator import DeepSpeedTranslator
 from torsh_trainer.translate.horovod.translator import HorovodTranslator
+from torsh_trainer.translate.launch.translator import LaunchTranslator
 
 DS = """{
   "train_batch_size": 32,
@@ -58,3 +59,31 @@ class TestHorovod(TranslatorContract):
         "notes": ("notes.txt", "hello"),
     }
     invalid: ClassVar = {"wrong_type": ("hvd.yaml", "params: {cache_capacity: many}\n")}
+
+
+class TestLaunch(TranslatorContract):
+    translator = LaunchTranslator()
+    samples: ClassVar = {
+        "deepspeed": Sample(
+            "run.sh",
+            "export A=1\nN=2\ndeepspeed --num_gpus $N train.py --lr 0.1 data\n",
+            keys=("A", "--num_gpus", "--lr"),
+            values={"launcher.num_processes": 2},
+        ),
+        "slurm": Sample(
+            "job.txt",
+            "#SBATCH --nodes=1\nsrun -n 2 python train.py\n",
+            keys=("#SBATCH --nodes", "-n"),
+        ),
+    }
+    foreign: ClassVar = {
+        "deepspeed": ("ds.json", '{"train_batch_size": 8}'),
+        "horovod": ("run.sh", "horovodrun -np 2 python train.py\n"),
+        "script": ("train.py", "import torch\n# torchrun train.py\n"),
+        "notes": ("notes.txt", "hello"),
+    }
+    invalid: ClassVar = {
+        "unknown_flag": ("run.sh", "torchrun --nprocs 2 train.py\n"),
+        "no_launch": ("run.sh", "#!/bin/sh\nls\n"),
+        "open_quote": ("run.sh", "torchrun 'train.py\n"),
+    }

@@ -42,8 +42,8 @@ class Translator(abc.ABC):
     """What it reads, for the message about a file that nobody knows."""
 
     priority: ClassVar[int] = 50
-    """The first that recognises a source translates it, from the highest on: horovod 20, deepspeed,
-    which takes any JSON, 10."""
+    """The first that recognises a source translates it, from the highest on: launch 30, horovod 20,
+    deepspeed, which takes any JSON, 10."""
 
     original: ClassVar[str] = ""
     """The module with ``Original``, the strategy that trains by the engine itself, for ``verify
@@ -66,6 +66,14 @@ class Translator(abc.ABC):
                 what means nothing to this engine.
             ResourceError: it cannot be read.
         """
+
+    def translate_jobs(self, source: str | Path, asked: TranslationRequest) -> tuple[Plan, ...]:
+        """A plan for each job that ``source`` starts: one, unless a translator knows of several.
+
+        Raises:
+            ConfigError, ResourceError: as ``translate``.
+        """
+        return (self.translate(source, asked),)
 
     def content(self, source: str | Path, asked: TranslationRequest) -> dict[str, Any]:
         """What ``Original`` is given to train as ``source`` says: plain values.

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate import report
@@ -15,6 +16,7 @@ from torsh_trainer.translate.deepspeed import versions
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
 from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.horovod import versions as horovod_versions
+from torsh_trainer.translate.plan import RECIPE, Plan
 from torsh_trainer.translate.recipe import recipe_of
 from torsh_trainer.translate.table import table_of
 from torsh_trainer.utils.files import write_text
@@ -40,18 +42,46 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "translate wants a file", fix="name it, or give --command 'horovodrun ...'"
         )
-    plan = work_of(options.file or "", request_of(options)).translate()
-    if options.output is not None:
-        write_text(options.output, recipe_of(plan), fix=ELSEWHERE)
-    if options.report is not None:
-        html = options.report.suffix != ".json"
+    plans = work_of(options.file or "", request_of(options)).translate_jobs()
+    for number, plan in enumerate(plans, 1):
+        if number > 1:
+            print("\n")
+        _tell(
+            plan,
+            argv=argv,
+            output=_number(options.output, number, len(plans)),
+            page=_number(options.report, number, len(plans)),
+        )
+    return max(plan.exit_code for plan in plans)
+
+
+def _tell(plan: Plan, *, argv: Sequence[str], output: Path | None, page: Path | None) -> None:
+    """Prints one plan, and writes its recipe and report where they are asked for."""
+    written = output if output is not None and not plan.facts else None
+    if written is not None:
+        write_text(written, recipe_of(plan), fix=ELSEWHERE)
+    if page is not None:
+        html = page.suffix != ".json"
         text = report.as_html(plan) if html else report.as_json(plan)
-        write_text(options.report, text, fix=ELSEWHERE)
+        write_text(page, text, fix=ELSEWHERE)
     width = shutil.get_terminal_size((_WIDE, 24)).columns
     sys.stdout.write(readable(table_of(plan, width=width)))
-    if options.output is not None:
-        print(f"\n{options.output}: run it with +recipe={options.output} and a task")
-    return plan.exit_code
+    if plan.facts:
+        settings = [f"--set {quote(fact.name)}={fact.value}" for fact in plan.facts]
+        asked = " ".join(["python -m torsh_trainer translate", *map(quote, argv), *settings])
+        print(readable(f"\nfill them in: {asked}"))
+    elif plan.command:
+        command = plan.command.replace(RECIPE, str(written or RECIPE))
+        print(readable(f"\nstart it with: {command}"))
+    elif written is not None:
+        print(f"\n{written}: run it with +recipe={written} and a task")
+
+
+def _number(path: Path | None, number: int, count: int) -> Path | None:
+    """The file for one of several jobs: ``job-2.yaml``."""
+    if path is None or count == 1:
+        return path
+    return path.with_stem(f"{path.stem}-{number}")
 
 
 def check_report(path: Path | None) -> None:
@@ -119,18 +149,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torsh_trainer translate",
         description="Translates a DeepSpeed configuration (JSON as DeepSpeed reads it, base64, or "
-        "the block in an Accelerate or GPT-NeoX file) or a Horovod job (a horovodrun line, its "
-        "--config-file, HOROVOD_ variables, arguments of DistributedOptimizer as YAML, a training "
-        "script) into a native recipe, with a verdict for every key. Exits with 0 when nothing "
-        "differs, 10 when something is approximate, 11 when something is refused, 2 when the file "
+        "the block in an Accelerate or GPT-NeoX file), a launch file (a shell or Slurm file with "
+        "deepspeed, accelerate launch, torchrun, srun or mpirun; read, never executed) or a "
+        "Horovod job (a horovodrun line, its --config-file, HOROVOD_ variables, arguments of "
+        "DistributedOptimizer as YAML, a training script) into a native recipe, with a verdict for "
+        "every key. Exits with 0 when nothing differs, 10 when something is approximate, 11 when "
+        "something is refused, 13 when something is missing that only you know, 2 when the file "
         "is invalid. The other direction: translate RECIPE --to deepspeed|accelerate-fsdp|"
         "torchtitan.",
     )
-    parser.add_argument("file", metavar="FILE", nargs="?", help="the configuration, or the script")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="the configuration, launch file, or script"
+    )
     parser.add_argument(
         "--command",
-        metavar="'horovodrun ...'",
-        help="Horovod: the line that starts the job, beside its script or alone",
+        metavar="'LINE'",
+        help="the line that starts the job (deepspeed, accelerate launch, torchrun, horovodrun, "
+        "...), alone or, for Horovod, beside its script",
     )
     parser.add_argument(
         "--output", "-o", type=Path, metavar="RECIPE.yaml", help="write the recipe there"

@@ -25,6 +25,10 @@ class EngineSource:
         """See ``Translator.translate``."""
         return self.translator.translate(self.source, self.asked)
 
+    def translate_jobs(self) -> tuple[Plan, ...]:
+        """See ``Translator.translate_jobs``."""
+        return self.translator.translate_jobs(self.source, self.asked)
+
     def content(self) -> dict[str, Any]:
         """See ``Translator.content``."""
         return self.translator.content(self.source, self.asked)

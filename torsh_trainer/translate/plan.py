@@ -7,15 +7,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-Verdict = Literal["exact", "emulated", "approximate", "performance-only", "dead", "refused"]
+Verdict = Literal[
+    "exact", "emulated", "approximate", "performance-only", "dead", "yours", "refused"
+]
 """exact: the same numbers, or a definition. emulated: the same numbers, by a knob made for it.
 approximate: numbers or behaviour differ, and ``why`` says how. performance-only: speed and memory.
-dead: the source reads it and does nothing. refused: it has no translation in this release."""
+dead: the source reads it and does nothing. yours: the script's own, which your task takes.
+refused: it has no translation in this release."""
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 EXIT_APPROXIMATE = 10
 EXIT_REFUSED = 11
+EXIT_ASKS = 13
+"""Something is missing that only the user knows."""
+
+RECIPE = "RECIPE.yaml"
+"""Stands for the recipe in ``Plan.command``."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +78,29 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Fact:
+    """Something that only the user knows, stated by ``--set NAME=VALUE``.
+
+    ``used`` is where the job needs it, ``look`` where a user finds it out. ``value`` stands for it
+    in the command that is to be filled in.
+    """
+
+    name: str
+    used: str
+    look: str
+    line: int = 0
+    value: str = "VALUE"
+
+
+@dataclass(frozen=True)
 class Plan:
     """A translation: ``choices`` (group -> option), ``values`` (dotted key -> value), findings.
 
     ``target`` is ``native``, or the engine and version that a native recipe is translated to.
+    ``taken_for`` says what the source was taken for, where it could have been several things;
+    ``notes`` what else there is to know. ``facts`` are what is missing: then ``values`` are not all
+    of it. ``command`` starts the job, with ``RECIPE.yaml`` for the recipe; ``sweep`` are dotted
+    keys with the values that the source tries one after the other.
     """
 
     source: str
@@ -89,6 +116,11 @@ class Plan:
     dtypes: tuple[DTypes, ...] = ()
     memory: Memory | None = None
     target: str = "native"
+    taken_for: str = ""
+    notes: tuple[str, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    command: str = ""
+    sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -98,8 +130,11 @@ class Plan:
 
     @property
     def exit_code(self) -> int:
-        """0 when nothing differs, 10 with something approximate, 11 with something refused."""
+        """0 when nothing differs, 10 with something approximate, 11 with something refused, 13
+        when facts are missing."""
         counts = self.counts
+        if self.facts:
+            return EXIT_ASKS
         if counts["refused"]:
             return EXIT_REFUSED
         return EXIT_APPROXIMATE if counts["approximate"] else 0

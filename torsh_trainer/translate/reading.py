@@ -65,17 +65,24 @@ def read(source: str | Path | Mapping[str, Any]) -> Document:
         ResourceError: the file cannot be read.
     """
     if isinstance(source, Mapping):
-        return _document("the dict", _read_dict(source))
+        return document_of("the dict", _read_dict(source))
     path = Path(source)
     if not exists(path):
         text = _decode(str(source))
-        return _document("base64", lenient_json.parse(text, name="base64"))
-    text = text_of(path)
-    name = str(path)
+        return document_of("base64", lenient_json.parse(text, name="base64"))
+    return read_text(text_of(path), name=str(path))
+
+
+def read_text(text: str, *, name: str) -> Document:
+    """The configuration in ``text``; ``name`` is that of its file, whose ending decides.
+
+    Raises:
+        ConfigError: it is no configuration, or it cannot be parsed.
+    """
     _refuse_template(text, name)
-    if path.suffix.lower() in (".yaml", ".yml"):
-        return _document(name, yaml_places.parse(text, name=name))
-    return _document(name, lenient_json.parse(text, name=name))
+    if name.lower().endswith((".yaml", ".yml")):
+        return document_of(name, yaml_places.parse(text, name=name))
+    return document_of(name, lenient_json.parse(text, name=name))
 
 
 def exists(path: Path) -> bool:
@@ -150,7 +157,12 @@ def _refuse_template(text: str, name: str) -> None:
         )
 
 
-def _document(name: str, root: Node) -> Document:
+def document_of(name: str, root: Node) -> Document:
+    """The configuration that ``root`` holds: DeepSpeed's own, or the block of another file.
+
+    Raises:
+        ConfigError: it is an Accelerate file that names another.
+    """
     keys = root.value
     if "deepspeed_config" in keys and keys["deepspeed_config"].node.is_mapping:
         return _accelerate(name, root)

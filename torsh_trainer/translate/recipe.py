@@ -38,6 +38,8 @@ def recipe_of(plan: Plan) -> str:
 def _head(plan: Plan) -> Iterator[str]:
     yield "# @package _global_"
     engine = f"{plan.engine} {plan.version}, {plan.context}, {plan.mode}"
+    if plan.taken_for:
+        engine = _one_line(plan.taken_for)
     yield f"# Translated from {_one_line(plan.source)} ({engine})."
     yield "# It names no model and no data: add task=, model= and data=, and the length of the run"
     yield "# (trainer.max_steps or trainer.max_epochs), here or on the command line."

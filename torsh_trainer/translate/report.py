@@ -31,7 +31,12 @@ def as_json(plan: Plan) -> str:
         "counts": plan.counts,
         "choices": dict(plan.choices),
         "values": dict(plan.values),
+        "taken_for": plan.taken_for,
         "warnings": list(plan.warnings),
+        "notes": list(plan.notes),
+        "facts": [dataclasses.asdict(fact) for fact in plan.facts],
+        "command": plan.command,
+        "sweep": {key: list(values) for key, values in plan.sweep.items()},
         "findings": [dataclasses.asdict(finding) for finding in plan.findings],
         "dtypes": [dataclasses.asdict(row) for row in plan.dtypes],
         "memory": dataclasses.asdict(plan.memory) if plan.memory else None,
@@ -60,9 +65,12 @@ def as_html(plan: Plan) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(title)}</title><style>{style}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f"<p>{escape(f'{plan.engine} {plan.version}, {context}{world}')}</p>",
+        f"<p>{escape(plan.taken_for or f'{plan.engine} {plan.version}, {context}{world}')}</p>",
         f'<ul class="counts">{counts}</ul>',
         *(f'<p class="warning">{escape(warning)}</p>' for warning in plan.warnings),
+        *(f"<p>{escape(note)}</p>" for note in plan.notes),
+        *([f"<pre>{escape(plan.command)}</pre>"] if plan.command and not plan.facts else []),
+        _facts(plan),
         "<h2>Every key</h2>",
         _table(
             ("key", "value", "line", "verdict", "becomes", "why", "rule"),
@@ -73,6 +81,14 @@ def as_html(plan: Plan) -> str:
         f"<footer>ToRSh Trainer {escape(__version__)}</footer></body></html>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _facts(plan: Plan) -> str:
+    if not plan.facts:
+        return ""
+    rows = [_row((fact.name, fact.used, fact.look)) for fact in plan.facts]
+    heads = ("fact", "where it is used", "what to look at")
+    return "<h2>Missing, and only you know it</h2>" + _table(heads, rows)
 
 
 def _finding_rows(plan: Plan) -> Iterator[str]:

@@ -9,6 +9,7 @@ from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.report import as_one_line
 
 _HEAD = ("key", "value", "line", "verdict", "becomes", "why")
+_FACT_HEAD = ("fact", "where it is used", "what to look at")
 _WIDEST = (44, 24, 24, 16, 40)
 """Of all columns but the last, which takes what is left."""
 
@@ -22,13 +23,19 @@ def table_of(plan: Plan, *, width: int) -> str:
 
 def _lines(plan: Plan, width: int) -> Iterator[str]:
     world = f", {plan.world_size} processes" if plan.world_size else ""
+    if plan.world_size == 1:
+        world = ", 1 process"
     context = f"context {plan.context}, mode {plan.mode}"
     way = f"{plan.engine} {plan.version}, {context}"
     if plan.target != "native":
         way = f"for {plan.target}"
+    if plan.taken_for:
+        way = plan.taken_for
     yield f"{plan.source}: {way}{world}"
     for warning in plan.warnings:
         yield f"warning: {warning}"
+    for note in plan.notes:
+        yield f"note: {note}"
     yield ""
     rows = [
         (
@@ -52,6 +59,11 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         yield f"        {plan.memory.note}"
     yield ""
     yield ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
+    if plan.facts:
+        yield ""
+        yield "missing, and only you know it:"
+        facts = [(fact.name, fact.used, fact.look) for fact in plan.facts]
+        yield from _columns([_FACT_HEAD, *facts], width)
 
 
 def _columns(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:

@@ -268,6 +268,7 @@ TRANSLATORS = PluginKind(
     {
         "deepspeed": "torsh_trainer.translate.deepspeed.translator:DeepSpeedTranslator",
         "horovod": "torsh_trainer.translate.horovod.translator:HorovodTranslator",
+        "launch": "torsh_trainer.translate.launch.translator:LaunchTranslator",
     },
     contract="torsh_trainer.translate.base:Translator",
 )

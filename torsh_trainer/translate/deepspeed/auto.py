@@ -156,6 +156,11 @@ def filling(
     )
 
 
+def list_needs(key: str) -> frozenset[str]:
+    """The arguments of Hugging Face's Trainer that fill ``key`` where it is "auto"."""
+    return frozenset() if key in UNMATTERING else _HUGGING_FACE.get(key, (frozenset(), None))[0]
+
+
 _WHOLE = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",

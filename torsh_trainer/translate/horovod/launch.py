@@ -12,8 +12,9 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.horovod import settings
 from torsh_trainer.translate.horovod.job import Host, Leaf, Problem, near
 from torsh_trainer.translate.horovod.settings import Mismatch, Setting
-from torsh_trainer.translate.horovod.shell import Command, Word, commands
 from torsh_trainer.translate.nodes import Place
+from torsh_trainer.translate.shell.script import commands
+from torsh_trainer.translate.shell.words import Command, Word
 
 RUN = "horovodrun"
 _EXCLUSIVE = (("gloo", "mpi", "jsrun"), ("hosts", "hostfile", "host_discovery_script"))

@@ -14,8 +14,8 @@ from torsh_trainer.translate import yaml_places
 from torsh_trainer.translate.horovod import launch, script_leaves, yaml_files
 from torsh_trainer.translate.horovod.job import ELASTIC, HorovodJob, Leaf, Options, Problem, refuse
 from torsh_trainer.translate.horovod.launch import Launch
-from torsh_trainer.translate.horovod.shell import Word
 from torsh_trainer.translate.reading import text_of
+from torsh_trainer.translate.shell.words import Word
 
 Sort = Literal["launch", "config", "wrapper", "environment", "script"]
 """What a file of Horovod's is."""

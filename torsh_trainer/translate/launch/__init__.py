@@ -1,0 +1,1 @@
+"""Launch files and launch lines: who starts what with which arguments, as a native job."""

@@ -1,0 +1,1 @@
+"""Shell text as values: what a launch file would start, read and never executed."""
