@@ -147,7 +147,7 @@ def test_the_rank_that_failed_is_told_with_the_scripts_own_lines(write, capfd):
     told = capfd.readouterr().err
     assert "error: rank 1 failed with KeyError: 'no such batch'" in told
     trace = told[told.index("Traceback") :]
-    assert trace.splitlines()[1].strip().startswith('File "fails.py", line 16, in <module>')
+    assert trace.splitlines()[1].strip().startswith('File "fails.py", line 15, in <module>')
     assert 'raise KeyError("no such batch")' in trace
     assert "torsh_trainer" not in trace.partition("KeyError: ")[0]
 
@@ -180,7 +180,7 @@ def test_one_process_needs_no_others(write, run_door):
     assert done.returncode == 3
     assert "1 [1.0, 1.0] 0" in done.stdout
     assert "error: rank 0 failed with ValueError: Tensor type torch.BoolTensor" in done.stderr
-    assert 'File "alone.py", line 9, in <module>' in done.stderr
+    assert 'File "alone.py", line 10, in <module>' in done.stderr
 
 
 @pytest.mark.parametrize(

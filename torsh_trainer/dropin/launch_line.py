@@ -28,8 +28,16 @@ _IDLE = {
 }
 """Options without an effect on what is computed, that are passed over; some start no job at all."""
 
-_STAYS = ("min_num_proc", "max_num_proc", "host_discovery_script", "slots", "elastic_timeout")
-_STAYS += ("reset_limit", "cooldown_range")
+_STAYS = (
+    "min_num_proc",
+    "max_num_proc",
+    "host_discovery_script",
+    "slots",
+    "elastic_timeout",
+    "reset_limit",
+    "cooldown_range",
+)
+"""Options for processes that come and go."""
 
 
 def read_command(text: str, *, env: Mapping[str, str]) -> Order:

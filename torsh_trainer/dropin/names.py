@@ -73,7 +73,7 @@ _FUNCTIONS = (
     "broadcast_parameters",
 )
 PUBLIC: dict[str, tuple[str, ...]] = {
-    "": ("__version__", "common", "torch"),
+    "": ("__version__", "common", "run", "torch"),
     "torch": (
         *_MPI_OPS,
         *_FUNCTIONS,
@@ -134,7 +134,6 @@ OTHERS = {
     "spark": "Spark",
     "ray": "Ray",
     "runner": "Horovod's own launcher from Python",
-    "run": "Horovod's own launcher from Python",
     "data": "Horovod's loaders",
 }
 """Parts of Horovod that no module of ours stands for."""

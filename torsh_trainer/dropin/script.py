@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torsh_trainer.dropin.names import PUBLIC, explain_missing
+from torsh_trainer.dropin.names import OTHERS, PUBLIC, explain_missing
 from torsh_trainer.errors import ConfigError
 
 _PYTHON_2 = re.compile(
@@ -72,7 +72,8 @@ def _explain_syntax(path: Path, source: str, error: SyntaxError | ValueError) ->
 class _Names(ast.NodeVisitor):
     """Follows what ``import`` binds to Horovod's modules, and looks at every name used of them.
 
-    What stands in a ``try`` may be missing: a script that catches it knows what to do.
+    What stands in a ``try`` may be missing: a script that catches it knows what to do. So may a
+    module that is imported under a condition, or in a function: it may never be reached.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,14 +81,26 @@ class _Names(ast.NodeVisitor):
         self._path = path
         self._modules: dict[str, str] = {}
         self._tries = 0
+        self._branches = 0
 
     def visit_Try(self, node: ast.Try) -> None:  # ast's name
         self._tries += 1
         for inner in node.body:
             self.visit(inner)
         self._tries -= 1
-        for inner in [*node.handlers, *node.orelse, *node.finalbody]:
-            self.visit(inner)
+        for after in [*node.handlers, *node.orelse, *node.finalbody]:
+            self.visit(after)
+
+    def visit_If(self, node: ast.If) -> None:
+        self._visit_branch(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._visit_branch(node)
+
+    def _visit_branch(self, node: ast.AST) -> None:
+        self._branches += 1
+        self.generic_visit(node)
+        self._branches -= 1
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -111,8 +124,9 @@ class _Names(ast.NodeVisitor):
         for alias in node.names:
             if alias.name == "*" or module not in PUBLIC:
                 continue
-            self._check_name(module, alias.name, node)
             inner = f"{module}.{alias.name}".removeprefix(".")
+            if not (module == "" and alias.name in OTHERS and self._branches):
+                self._check_name(module, alias.name, node)
             if inner in PUBLIC:
                 self._modules[alias.asname or alias.name] = inner
 
@@ -132,7 +146,7 @@ class _Names(ast.NodeVisitor):
         return None
 
     def _check_module(self, module: str, node: ast.AST) -> None:
-        for name in _enclosing(module):
+        for name in _enclosing(module) if not self._branches else ():
             outer, _, last = name.rpartition(".")
             if name and name not in PUBLIC:
                 self._refuse(outer, last, node)

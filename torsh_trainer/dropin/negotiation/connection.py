@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torsh_trainer.dropin.negotiation.coordinator import Coordinator
 from torsh_trainer.dropin.negotiation.requests import Request, Verdict, decode, encode
@@ -190,7 +191,7 @@ class Client:
         self._on_end()
 
 
-def receive(connection: socket.socket) -> tuple[str, list[Request] | list[Verdict]] | None:
+def receive(connection: socket.socket) -> tuple[str, list[Any]] | None:
     """The next message; None where the other side has ended."""
     length = receive_exactly(connection, 4)
     if length is None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from torsh_trainer.dropin.missing import refuse_unknown
+
+__getattr__ = refuse_unknown(__name__)
+
 
 class HorovodInternalError(RuntimeError):
     """A collective failed; elastic training goes back to its last commit."""

@@ -60,7 +60,7 @@ _MOVED = {
 }
 _REDUCED = _MOVED - {torch.uint8, torch.int8, torch.int16}
 _numbers = itertools.count(1)
-_unnamed: Counter[str] = Counter()
+_unnamed: Counter[tuple[str, int]] = Counter()
 _handles: dict[int, Operation] = {}
 
 
@@ -250,8 +250,9 @@ def begin(
     if not process_set.included():
         raise ValueError("Process is not part of provided process set.")
     if name is None:
-        _unnamed[kind] += 1
-        name = f"{kind}.noname.{_unnamed[kind]}"
+        counted = kind, process_set.process_set_id
+        _unnamed[counted] += 1
+        name = f"{kind}.noname.{_unnamed[counted]}"
     device = tensors[0].device.type if tensors else "cpu"
     request = Request(
         name,
