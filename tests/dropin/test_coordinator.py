@@ -9,8 +9,8 @@ import pytest
 from torsh_trainer.dropin.negotiation.coordinator import ENDED, Coordinator, find_mismatch
 from torsh_trainer.dropin.negotiation.requests import (
     MIN,
+    Decision,
     Request,
-    Verdict,
     decode,
     encode,
 )
@@ -27,7 +27,7 @@ def test_a_collective_is_ready_once_all_have_asked_in_any_order():
         coordinator = Coordinator(3)
         *early, last = [coordinator.submit(rank, [wish()]) for rank in order]
         assert early == [[], []]
-        assert [verdict.request.name for verdict in last] == ["a"]
+        assert [decision.request.name for decision in last] == ["a"]
         assert last[0].error == ""
 
 
@@ -35,7 +35,7 @@ def test_ranks_that_ask_in_another_order_get_one_order():
     coordinator = Coordinator(2)
     assert coordinator.submit(0, [wish("a"), wish("b"), wish("c")]) == []
     ready = coordinator.submit(1, [wish("c"), wish("a"), wish("b")])
-    assert [verdict.request.name for verdict in ready] == ["c", "a", "b"]
+    assert [decision.request.name for decision in ready] == ["c", "a", "b"]
 
 
 def test_the_same_name_in_two_sets_is_two_things():
@@ -115,5 +115,5 @@ def test_rows_may_differ_where_they_are_gathered():
 def test_messages_come_through_as_they_were():
     requests = [wish(), wish("b", "alltoall", (4, 2), splits=(1, 3), root=2)]
     assert decode(encode("requests", requests)[4:]) == ("requests", requests)
-    verdicts = [Verdict(requests[1], ((1, 3), (2, 0))), Verdict(requests[0], error="no")]
-    assert decode(encode("verdicts", verdicts)[4:]) == ("verdicts", verdicts)
+    decisions = [Decision(requests[1], ((1, 3), (2, 0))), Decision(requests[0], error="no")]
+    assert decode(encode("decisions", decisions)[4:]) == ("decisions", decisions)

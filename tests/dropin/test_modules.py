@@ -13,7 +13,7 @@ from torch import nn
 
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.dropin.negotiation.connection import StallCheck
-from torsh_trainer.dropin.session import Place, session
+from torsh_trainer.dropin.session import Seat, session
 from torsh_trainer.testing.compare import FP32
 from torsh_trainer.testing.ranks import shared_pool
 
@@ -25,7 +25,7 @@ def horovod(comm: Any, **init: Any) -> Iterator[Any]:
     """What a script gets by ``import horovod.torch``, initialised."""
     import torsh_trainer.dropin.horovod.torch as hvd
 
-    session.set_place(Place(comm.world, CommOptions(), StallCheck()))
+    session.set_place(Seat(comm.world, CommOptions(), StallCheck()))
     hvd.init(**init)
     try:
         yield hvd

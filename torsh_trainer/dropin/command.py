@@ -17,7 +17,7 @@ from torsh_trainer.dropin import script as scripts
 from torsh_trainer.dropin.launch_line import read_command
 from torsh_trainer.dropin.order import Order
 from torsh_trainer.dropin.output import show_logs
-from torsh_trainer.dropin.rank import Job, cut_traceback, run_script
+from torsh_trainer.dropin.rank import ScriptJob, cut_traceback, run_script
 from torsh_trainer.errors import ConfigError, TorshError, WorkerError, nearest
 from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.local import Local
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     first = found is None or found.is_rank_zero
     if first:
         _announce(order, script, launcher.size(context))
-    job = Job(
+    job = ScriptJob(
         str(order.script),
         order.arguments,
         backend=order.backend,
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _launch(launcher: Local, job: Job, context: LaunchContext, log_dir: Path | None) -> None:
+def _launch(launcher: Local, job: ScriptJob, context: LaunchContext, log_dir: Path | None) -> None:
     with _Logs(log_dir) as folder:
         logged = LaunchContext(env=context.env, found=context.found, log_dir=folder)
         try:
@@ -84,7 +84,7 @@ def _launch(launcher: Local, job: Job, context: LaunchContext, log_dir: Path | N
 _ABOVE = "the lines above are the script's own"
 
 
-def _show(text: str, job: Job) -> None:
+def _show(text: str, job: ScriptJob) -> None:
     print(cut_traceback(text, job.script), file=sys.stderr, flush=True)
 
 

@@ -14,7 +14,7 @@ from torsh_trainer.errors import TrainingError
 
 
 @dataclass(frozen=True)
-class Job:
+class ScriptJob:
     """What every process is given: the script, its arguments, and how the processes meet."""
 
     script: str
@@ -30,7 +30,7 @@ class ScriptExit(TrainingError):
     """The script has ended itself with an exit code that is not 0."""
 
 
-def run_script(world: World, job: Job) -> None:
+def run_script(world: World, job: ScriptJob) -> None:
     """Runs it to its end.
 
     Raises:
@@ -39,7 +39,7 @@ def run_script(world: World, job: Job) -> None:
     # Imported in the processes that run: the parent has no use for torch.
     from torsh_trainer.comm.base import CommOptions
     from torsh_trainer.dropin.negotiation.connection import StallCheck
-    from torsh_trainer.dropin.session import Place, session
+    from torsh_trainer.dropin.session import Seat, session
 
     stalls = StallCheck(job.stall_warning_s, job.stall_shutdown_s)
     options = CommOptions(
@@ -48,7 +48,7 @@ def run_script(world: World, job: Job) -> None:
         startup_timeout_s=job.startup_timeout_s,
         timeout_s=_FOREVER_S,
     )
-    session.set_place(Place(world, options, stalls))
+    session.set_place(Seat(world, options, stalls))
     _set_variables(world)
     alias.install()
     try:

@@ -12,13 +12,13 @@ from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.start import create
 from torsh_trainer.comm.torch import moves_host_memory
 from torsh_trainer.dropin.negotiation.connection import StallCheck
-from torsh_trainer.dropin.negotiation.engine import Engine, split_host
+from torsh_trainer.dropin.negotiation.engine import CollectiveEngine, split_host
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Place:
+class Seat:
     """Who this process is, and how it is to meet the others."""
 
     world: World
@@ -33,11 +33,11 @@ class Session:
     """Horovod in this process: off, or on with an engine."""
 
     def __init__(self) -> None:
-        self._place: Place | None = None
-        self._engine: Engine | None = None
+        self._place: Seat | None = None
+        self._engine: CollectiveEngine | None = None
         self._comm: Communicator | None = None
 
-    def set_place(self, place: Place) -> None:
+    def set_place(self, place: Seat) -> None:
         """Who this process is; said once, before the script runs."""
         self._place = place
 
@@ -56,7 +56,7 @@ class Session:
             raise ValueError(_NOT_ON)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> CollectiveEngine:
         """The engine of this process.
 
         Raises:
@@ -96,7 +96,7 @@ class Session:
         if not moves_host_memory(self._comm.process_group):
             host = split_host(self._comm, range(self._comm.size))
         assert host is not None
-        self._engine = Engine(self._comm, host, stalls=self._place.stalls)
+        self._engine = CollectiveEngine(self._comm, host, stalls=self._place.stalls)
         atexit.register(self.stop)
 
     def stop(self) -> None:

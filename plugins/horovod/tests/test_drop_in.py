@@ -140,9 +140,9 @@ def test_and_a_wrong_reduction_would_show():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["mnist", "passes", "grouped", "by_hand", "unused"])
+@pytest.mark.parametrize("name", ["mnist", "grouped", "by_hand", "sliced", "uneven"])
 def test_so_it_does_on_three_processes(name):
-    names = ("mnist", "passes", "grouped", "by_hand", "unused")
+    names = ("mnist", "grouped", "by_hand", "sliced", "uneven")
     theirs = read(_three(True, names), name, ranks=3)
     ours = read(_three(False, names), name, ranks=3)
     for real, mine in zip(theirs, ours, strict=True):

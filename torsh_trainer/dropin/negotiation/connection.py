@@ -1,4 +1,4 @@
-"""How requests reach rank 0 and verdicts every rank: sockets, one thread on each side."""
+"""How requests reach rank 0 and decisions every rank: sockets, one thread on each side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torsh_trainer.dropin.negotiation.coordinator import Coordinator
-from torsh_trainer.dropin.negotiation.requests import Request, Verdict, decode, encode
+from torsh_trainer.dropin.negotiation.requests import Decision, Request, decode, encode
 
 _CHECK_S = 1.0
 
@@ -80,12 +80,12 @@ class Server:
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
 
-    def _tell(self, decide: Callable[[], list[Verdict]]) -> None:
+    def _tell(self, decide: Callable[[], list[Decision]]) -> None:
         with self._lock:
-            verdicts = decide()
-            if not verdicts:
+            decisions = decide()
+            if not decisions:
                 return
-            message = encode("verdicts", verdicts)
+            message = encode("decisions", decisions)
             for peer in self._peers:
                 with contextlib.suppress(OSError):  # one that is gone is heard of by its silence
                     peer.sendall(message)
@@ -108,7 +108,7 @@ class Server:
         if message is None:
             self._tell(self._coordinator.leave)
             with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_WR)  # it waits for the last verdict
+                peer.shutdown(socket.SHUT_WR)  # it waits for the last decision
             return False
         kind, requests = message
         if kind == "join":
@@ -138,7 +138,7 @@ class Server:
 
 
 class Client:
-    """A rank's end: sends what it asks for, and hands on every verdict in order, on its thread."""
+    """A rank's end: sends what it asks for, and hands on every decision in order, on its thread."""
 
     def __init__(
         self,
@@ -146,13 +146,13 @@ class Client:
         connection: socket.socket,
         *,
         server: Server | None,
-        on_verdicts: Callable[[list[Verdict]], None],
+        on_decisions: Callable[[list[Decision]], None],
         on_end: Callable[[], None],
     ) -> None:
         self._rank = rank
         self._connection = connection
         self._server = server
-        self._on_verdicts = on_verdicts
+        self._on_decisions = on_decisions
         self._on_end = on_end
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._listen, name="horovod-client", daemon=True)
@@ -173,7 +173,7 @@ class Client:
             self._send(encode("join"))
 
     def close(self) -> None:
-        """Hangs up, and waits until the last verdict has been carried out."""
+        """Hangs up, and waits until the last decision has been carried out."""
         if self._server is not None:
             self._server.close()
         with contextlib.suppress(OSError):
@@ -187,7 +187,7 @@ class Client:
 
     def _listen(self) -> None:
         while (message := receive(self._connection)) is not None:
-            self._on_verdicts(message[1])
+            self._on_decisions(message[1])
         self._on_end()
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torsh_trainer.dropin.negotiation.requests import ALL, Request, Verdict
+from torsh_trainer.dropin.negotiation.requests import ALL, Decision, Request
 
 ENDED = (
     "Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt "
@@ -51,33 +51,33 @@ class Coordinator:
         """Makes the process set ``number`` known."""
         self._members[number] = tuple(ranks)
 
-    def submit(self, rank: int, requests: Sequence[Request]) -> list[Verdict]:
+    def submit(self, rank: int, requests: Sequence[Request]) -> list[Decision]:
         """What ``rank`` asks for, and what all ranks are to do because of it."""
-        verdicts = []
+        decisions = []
         for request in requests:
             if self._ended:
-                verdicts.append(Verdict(request, error=ENDED, ended=True))
+                decisions.append(Decision(request, error=ENDED, ended=True))
                 continue
             key = (request.members, request.name)
             waiting = self._waiting.setdefault(key, _Waiting(self._clock()))
             waiting.requests[rank] = request
-            verdicts += self._settle(key, waiting)
-        return verdicts
+            decisions += self._settle(key, waiting)
+        return decisions
 
-    def join(self, rank: int) -> list[Verdict]:
+    def join(self, rank: int) -> list[Decision]:
         """``rank`` has no more to reduce, and contributes zeros until all have joined."""
         if self._ended:
-            return [Verdict(JOIN, error=ENDED, ended=True)]
+            return [Decision(JOIN, error=ENDED, ended=True)]
         self._joined.append(rank)
-        verdicts = []
+        decisions = []
         for key, waiting in list(self._waiting.items()):
-            verdicts += self._settle(key, waiting)
+            decisions += self._settle(key, waiting)
         if len(self._joined) == self._size:
-            verdicts.append(Verdict(JOIN, value=rank))
+            decisions.append(Decision(JOIN, value=rank))
             self._joined.clear()
-        return verdicts
+        return decisions
 
-    def leave(self) -> list[Verdict]:
+    def leave(self) -> list[Decision]:
         """A rank is gone: nothing that waits can ever be done, and nothing else either."""
         if self._ended:
             return []
@@ -85,7 +85,7 @@ class Coordinator:
         requests = [next(iter(each.requests.values())) for each in self._waiting.values()]
         self._waiting.clear()
         joins = [JOIN] if self._joined else []
-        return [Verdict(each, error=ENDED, ended=True) for each in [*requests, *joins]]
+        return [Decision(each, error=ENDED, ended=True) for each in [*requests, *joins]]
 
     def find_stalled(self, after_s: float) -> Iterator[tuple[str, list[int], float]]:
         """What has waited for longer: its name, the ranks that it lacks, for how long."""
@@ -96,7 +96,7 @@ class Coordinator:
                 missing = [r for r in ranks if r not in waiting.requests and r not in self._joined]
                 yield name, missing, age_s
 
-    def _settle(self, key: tuple[int, str], waiting: _Waiting) -> list[Verdict]:
+    def _settle(self, key: tuple[int, str], waiting: _Waiting) -> list[Decision]:
         members = self._members.get(key[0], ())
         if any(r not in waiting.requests and r not in self._joined for r in members):
             return []
@@ -106,7 +106,7 @@ class Coordinator:
         error = find_mismatch(requests)
         if not error and len(requests) < len(members):
             error = _WITHOUT_JOIN.get(first.kind, "")
-        return [Verdict(first, _rows(requests), error=error)]
+        return [Decision(first, _rows(requests), error=error)]
 
 
 def _rows(requests: Sequence[Request]) -> tuple[tuple[int, ...], ...]:

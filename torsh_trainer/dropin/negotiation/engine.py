@@ -18,12 +18,12 @@ from torsh_trainer.dropin.negotiation.connection import Client, Server, StallChe
 from torsh_trainer.dropin.negotiation.coordinator import JOIN
 from torsh_trainer.dropin.negotiation.operations import (
     LAUNCH,
+    Collective,
     Members,
-    Operation,
     can_fuse,
     reduce_all,
 )
-from torsh_trainer.dropin.negotiation.requests import ALL, Request, Verdict
+from torsh_trainer.dropin.negotiation.requests import ALL, Decision, Request
 
 _BURST_S = 0.001
 """Requests that follow one another this closely go to rank 0, and travel, together."""
@@ -37,7 +37,7 @@ class DuplicateNameError(ValueError):
     """Two collectives under one name at the same time."""
 
 
-class Engine:
+class CollectiveEngine:
     """Collectives by name among all processes of ``comm``.
 
     ``host`` are the same processes where ``comm`` moves no memory of the host (NCCL). A request is
@@ -50,11 +50,11 @@ class Engine:
         ranks = tuple(range(comm.size))
         self._sets = {ALL: Members(ranks, comm.rank, host, comm)}
         self._numbers = itertools.count(1)
-        self._table: dict[tuple[int, str], Operation] = {}
+        self._table: dict[tuple[int, str], Collective] = {}
         self._lock = threading.Lock()
         self._held: list[Request] = []
         self._timer: threading.Timer | None = None
-        self._join: Operation | None = None
+        self._join: Collective | None = None
         self._lent: list[Any] = []
         self._over: BaseException | None = None
         self._server, connection = _connect(comm, stalls)
@@ -62,7 +62,7 @@ class Engine:
             comm.rank,
             connection,
             server=self._server,
-            on_verdicts=self._carry_out,
+            on_decisions=self._carry_out,
             on_end=self._end,
         )
 
@@ -88,7 +88,7 @@ class Engine:
 
     # -- operations ------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation, *, at_once: bool = False) -> Operation:
+    def submit(self, operation: Collective, *, at_once: bool = False) -> Collective:
         """Asks for it. Without ``at_once`` it may wait a moment for others to go with.
 
         Raises:
@@ -130,7 +130,7 @@ class Engine:
         if held:
             self._client.submit(held)
 
-    def wait(self, operation: Operation) -> Any:
+    def wait(self, operation: Collective) -> Any:
         """The result of ``operation``, once it is there.
 
         Raises:
@@ -148,7 +148,7 @@ class Engine:
         operation.end()
         return operation.result()
 
-    def is_done(self, operation: Operation) -> bool:
+    def is_done(self, operation: Collective) -> bool:
         """Whether ``wait`` would return at once."""
         if self._held:
             self.flush()
@@ -164,7 +164,7 @@ class Engine:
     def join(self) -> int:
         """The rank that came last, once all have come; until then this one contributes zeros."""
         self.flush()
-        operation = Operation(JOIN, [], [])
+        operation = Collective(JOIN, [], [])
         with self._lock:
             if self._over is not None:
                 raise self._over
@@ -183,25 +183,25 @@ class Engine:
 
     # -- on the thread of the client -------------------------------------------------------------
 
-    def _carry_out(self, verdicts: list[Verdict]) -> None:
+    def _carry_out(self, decisions: list[Decision]) -> None:
         at = 0
-        while at < len(verdicts):
-            together = [verdicts[at]]
-            while at + len(together) < len(verdicts) and can_fuse(
-                together[0], verdicts[at + len(together)]
+        while at < len(decisions):
+            together = [decisions[at]]
+            while at + len(together) < len(decisions) and can_fuse(
+                together[0], decisions[at + len(together)]
             ):
-                together.append(verdicts[at + len(together)])
+                together.append(decisions[at + len(together)])
             at += len(together)
             self._do(together)
 
-    def _do(self, verdicts: Sequence[Verdict]) -> None:
-        """Begins what all of ``verdicts`` say, which is one thing, or several that go together."""
-        first = verdicts[0]
+    def _do(self, decisions: Sequence[Decision]) -> None:
+        """Begins what all of ``decisions`` say, which is one thing, or several that go together."""
+        first = decisions[0]
         if first.ended:
             self._over = EndedError(first.error)
         if first.request.members not in self._sets:
             return  # among others
-        operations = [self._take(verdict) for verdict in verdicts]
+        operations = [self._take(decision) for decision in decisions]
         try:
             if first.error:
                 raise EndedError(first.error) if first.ended else RuntimeError(first.error)
@@ -212,10 +212,10 @@ class Engine:
         for operation in operations:
             operation.launched.set()
 
-    def _launch(self, operations: Sequence[Operation], verdict: Verdict) -> None:
-        request = verdict.request
+    def _launch(self, operations: Sequence[Collective], decision: Decision) -> None:
+        request = decision.request
         if request.kind == "join":
-            operations[0].value = verdict.value
+            operations[0].value = decision.value
             return
         if request.kind == "barrier":
             return
@@ -226,21 +226,21 @@ class Engine:
         if request.kind == "allreduce":
             reduce_all(operations, members)
         else:
-            LAUNCH[request.kind](operations[0], verdict, members)
+            LAUNCH[request.kind](operations[0], decision, members)
 
-    def _take(self, verdict: Verdict) -> Operation:
+    def _take(self, decision: Decision) -> Collective:
         """This process's own operation of that name, or zeros where it has joined."""
-        request = verdict.request
+        request = decision.request
         with self._lock:
             if request.kind == "join":
                 operation, self._join = self._join, None
-                return operation or Operation(JOIN, [], [])
+                return operation or Collective(JOIN, [], [])
             found = self._table.pop((request.members, request.name), None)
         if found is not None:
             return found
         device = self._comm.device if request.device != "cpu" else torch.device("cpu")
         zeros = [torch.zeros(shape, dtype=_DTYPES[d], device=device) for d, shape in request.parts]
-        lent = Operation(request, zeros, zeros)
+        lent = Collective(request, zeros, zeros)
         self._lent.append(_Lent(lent))
         return lent
 
@@ -260,7 +260,7 @@ class Engine:
 class _Lent:
     """The part of a process that has joined in what others do."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: Collective) -> None:
         self._operation = operation
 
     def wait(self) -> None:

@@ -21,8 +21,8 @@ from torsh_trainer.dropin.negotiation.requests import (
     MIN,
     PRODUCT,
     SUM,
+    Decision,
     Request,
-    Verdict,
 )
 
 _TORCH = {
@@ -35,7 +35,7 @@ _TORCH = {
 
 
 @dataclass
-class Operation:
+class Collective:
     """What this rank has asked for: ``inputs``, and ``outputs`` where they become the result.
 
     ``outputs`` that are the ``inputs`` are worked on in place; a collective whose result has a size
@@ -98,7 +98,7 @@ def scale(tensor: Tensor, factor: float) -> None:
         tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
 
-def can_fuse(first: Verdict, other: Verdict) -> bool:
+def can_fuse(first: Decision, other: Decision) -> bool:
     """Whether two reductions may travel as one message."""
     a, b = first.request, other.request
     kinds = {dtype for each in (a, b) for dtype, _ in each.parts}
@@ -111,7 +111,7 @@ def can_fuse(first: Verdict, other: Verdict) -> bool:
     )
 
 
-def reduce_all(operations: Sequence[Operation], members: Members) -> None:
+def reduce_all(operations: Sequence[Collective], members: Members) -> None:
     """Reduces the tensors of all operations, which ``can_fuse`` has found alike, together.
 
     A single tensor is reduced where it lies; several are copied into one buffer and back.
@@ -151,8 +151,7 @@ class _Once:
     def __call__(self) -> None:
         with self._lock:
             steps, self._steps = self._steps, []
-            for step in steps:
-                step()
+            _run_all(steps)
 
 
 def _collect(
@@ -178,14 +177,14 @@ def _collect(
     return buffer, write_back
 
 
-def gather_all(operation: Operation, verdict: Verdict, members: Members) -> None:
+def gather_all(operation: Collective, decision: Decision, members: Members) -> None:
     """Every member's rows one after another; how many each has, all have told before."""
     size = len(members.ranks)
     group = members.comm(operation.request).process_group
     works, finishes = [], []
     outputs: list[Tensor] = []
     for at, given in enumerate(operation.inputs):
-        rows = [each[at] for each in verdict.by_rank]
+        rows = [each[at] for each in decision.by_rank]
         shape = given.shape[1:]
         output = given.new_empty((sum(rows), *shape))
         outputs.append(output)
@@ -206,13 +205,18 @@ def gather_all(operation: Operation, verdict: Verdict, members: Members) -> None
             finishes.append(_trim(output, whole, rows))
     operation.outputs = outputs
     operation.works = works
-    operation.finish = lambda: [finish() for finish in finishes] and None
+    operation.finish = lambda: _run_all(finishes)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """``tensor`` as a matrix; backends that do not know 16-bit integers move bytes."""
     matrix = tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
     return matrix.view(torch.uint8) if tensor.dtype == torch.int16 else matrix
+
+
+def _run_all(steps: Sequence[Callable[[], None]]) -> None:
+    for step in steps:
+        step()
 
 
 def _trim(output: Tensor, whole: Tensor, rows: Sequence[int]) -> Callable[[], None]:
@@ -222,7 +226,7 @@ def _trim(output: Tensor, whole: Tensor, rows: Sequence[int]) -> Callable[[], No
     return trim
 
 
-def broadcast(operation: Operation, verdict: Verdict, members: Members) -> None:
+def broadcast(operation: Collective, decision: Decision, members: Members) -> None:
     """The root's tensor on every member."""
     (given,), (out,) = operation.inputs, operation.outputs
     root = operation.request.root
@@ -234,11 +238,11 @@ def broadcast(operation: Operation, verdict: Verdict, members: Members) -> None:
         operation.works = [dist.broadcast(flat, root, group=group, async_op=True)]
 
 
-def exchange(operation: Operation, verdict: Verdict, members: Members) -> None:
+def exchange(operation: Collective, decision: Decision, members: Members) -> None:
     """Member i's rows for this one, in the order of the members."""
     (given,) = operation.inputs
-    sent = verdict.by_rank[members.rank]
-    taken = [each[members.rank] for each in verdict.by_rank]
+    sent = decision.by_rank[members.rank]
+    taken = [each[members.rank] for each in decision.by_rank]
     output = given.new_empty((sum(taken), *given.shape[1:]))
     operation.outputs = [output]
     operation.received = torch.tensor(taken, dtype=torch.int32)
@@ -254,7 +258,7 @@ def exchange(operation: Operation, verdict: Verdict, members: Members) -> None:
         ]
 
 
-def reduce_scatter(operation: Operation, verdict: Verdict, members: Members) -> None:
+def reduce_scatter(operation: Collective, decision: Decision, members: Members) -> None:
     """This member's rows of the sum; the first members have one more where it does not divide."""
     size, request = len(members.ranks), operation.request
     group = members.comm(request).process_group
@@ -273,7 +277,7 @@ def reduce_scatter(operation: Operation, verdict: Verdict, members: Members) -> 
         finishes.append(_copy_scaled(outputs[-1], mine, after))
     operation.outputs = outputs
     operation.works = works
-    operation.finish = lambda: [finish() for finish in finishes] and None
+    operation.finish = lambda: _run_all(finishes)
 
 
 def _copy_scaled(output: Tensor, source: Tensor, factor: float) -> Callable[[], None]:
@@ -284,7 +288,7 @@ def _copy_scaled(output: Tensor, source: Tensor, factor: float) -> Callable[[], 
     return copy_scaled
 
 
-LAUNCH: dict[str, Callable[[Operation, Verdict, Members], None]] = {
+LAUNCH: dict[str, Callable[[Collective, Decision, Members], None]] = {
     "allgather": gather_all,
     "broadcast": broadcast,
     "alltoall": exchange,

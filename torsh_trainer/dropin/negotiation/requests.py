@@ -44,7 +44,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """All members of ``request`` have asked for it: it is done now, in this order, or refused.
 
     ``request`` is that of the first member, and serves those that take part without having asked.
@@ -60,13 +60,13 @@ class Verdict:
     ended: bool = False
 
     @classmethod
-    def from_plain(cls, value: dict[str, Any]) -> Verdict:
+    def from_plain(cls, value: dict[str, Any]) -> Decision:
         """The inverse of ``asdict`` after a journey as JSON."""
         rows = tuple(tuple(each) for each in value["by_rank"])
         return cls(**{**value, "request": Request.from_plain(value["request"]), "by_rank": rows})
 
 
-def encode(kind: str, values: Sequence[Request | Verdict] = ()) -> bytes:
+def encode(kind: str, values: Sequence[Request | Decision] = ()) -> bytes:
     """A message: its length in four bytes, and JSON, which can carry no code."""
     text = json.dumps([kind, [asdict(value) for value in values]]).encode()
     return len(text).to_bytes(4, "big") + text
@@ -75,5 +75,5 @@ def encode(kind: str, values: Sequence[Request | Verdict] = ()) -> bytes:
 def decode(text: bytes) -> tuple[str, list[Any]]:
     """What ``encode`` was given, without its length."""
     kind, values = json.loads(text)
-    read: Any = Verdict.from_plain if kind == "verdicts" else Request.from_plain
+    read: Any = Decision.from_plain if kind == "decisions" else Request.from_plain
     return kind, [read(value) for value in values]

@@ -25,7 +25,7 @@ def idiom(function):
 class Net(nn.Module):
     def __init__(self, norm=None):
         super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
+        self.conv = nn.Conv2d(1, 4, 3, bias=False)  # a norm follows, which takes it away
         self.norm = norm(4) if norm else nn.BatchNorm2d(4)
         self.first = nn.Linear(4 * 6 * 6, 16)
         self.second = nn.Linear(16, 4)
@@ -211,7 +211,7 @@ def sliced(losses):
 def by_hand(losses):
     """Gradients reduced by the script itself, all at once and then waited for."""
     model = build()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batches, _ = loader()
     for step, (data, target) in enumerate(batches):
         optimizer.zero_grad()

@@ -29,7 +29,7 @@ BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass
-class Bucket:
+class GradientBucket:
     """Parameters whose gradients are reduced as one tensor, ``flat``."""
 
     name: str
@@ -69,8 +69,8 @@ class Reducer:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._parameters: list[Tensor] = []
-        self._buckets: dict[Tensor, Bucket] = {}
-        self._under_way: list[Bucket] = []
+        self._buckets: dict[Tensor, GradientBucket] = {}
+        self._under_way: list[GradientBucket] = []
         self._endings: list[Callable[[], None]] = []
 
     def start(self, parameters: Sequence[Tensor]) -> None:
@@ -85,21 +85,17 @@ class Reducer:
 
     def _compare(self) -> None:
         """A difference between ranks is named once, and not looked for in every step."""
-        mine = [[self._names[p], *describe(p)] for p in self._parameters]
+        mine = [Request(self._names[p], "allreduce", (describe(p),)) for p in self._parameters]
         root = (self._process_set.ranks or [0])[0]
-        theirs = broadcast_object(
+        theirs: list[Request] = broadcast_object(
             mine, root, name=f"{self._name}.parameters", process_set=self._process_set
         )
-        for (name, *part), (other, *other_part) in zip(mine, theirs, strict=False):
-            if name != other:
-                words = f"One rank has {other} where another has {name}"
+        for here, there in zip(mine, theirs, strict=False):
+            if here.name != there.name:
+                words = f"One rank has {there.name} where another has {here.name}"
                 raise HorovodInternalError(f"Mismatched parameters: {words}.")
-            pair = [
-                Request(name, "allreduce", ((dtype, tuple(shape)),))
-                for dtype, shape in (other_part, part)
-            ]
-            if words := find_mismatch(pair):
-                raise HorovodInternalError(f"{words} Parameter: {name}")
+            if words := find_mismatch([there, here]):
+                raise HorovodInternalError(f"{words} Parameter: {here.name}")
         if len(mine) != len(theirs):
             words = f"One rank has {len(theirs)}, but another rank has {len(mine)}"
             raise HorovodInternalError(f"Mismatched parameters: {words}.")
@@ -146,10 +142,10 @@ class Reducer:
         self._buckets = {}
         alike = [same for part in parts for same in _split_by_kind(part)]
         for number, part in enumerate(alike):
-            bucket = Bucket(f"{self._name}.{number}", list(part))
+            bucket = GradientBucket(f"{self._name}.{number}", list(part))
             self._buckets.update(dict.fromkeys(part, bucket))
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: GradientBucket) -> None:
         bucket.arrived.clear()
         bucket.sent = [p for p in bucket.parameters if not self._goes_alone(p)]
         gradients = [_gradient(p) for p in bucket.sent]
@@ -166,11 +162,11 @@ class Reducer:
         bucket.handle = self._begin(whole, bucket.name)
         self._under_way.append(bucket)
 
-    def _take_back(self, bucket: Bucket) -> None:
+    def _take_back(self, bucket: GradientBucket) -> None:
         assert bucket.handle is not None
         whole = synchronize(bucket.handle)
         gradients = [_gradient(p) for p in bucket.sent]
-        if whole is bucket.flat:
+        if bucket.flat is not None and whole is bucket.flat:
             torch._foreach_copy_(gradients, _view(whole, gradients))
 
     @property

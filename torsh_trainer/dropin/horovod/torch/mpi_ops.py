@@ -24,7 +24,7 @@ from torsh_trainer.dropin.horovod.common.process_sets import (
 from torsh_trainer.dropin.horovod.torch.compression import Compression
 from torsh_trainer.dropin.missing import refuse_unknown
 from torsh_trainer.dropin.negotiation.engine import describe
-from torsh_trainer.dropin.negotiation.operations import Operation
+from torsh_trainer.dropin.negotiation.operations import Collective
 from torsh_trainer.dropin.negotiation.requests import (
     ADASUM,
     AVERAGE,
@@ -61,7 +61,7 @@ _MOVED = {
 _REDUCED = _MOVED - {torch.uint8, torch.int8, torch.int16}
 _numbers = itertools.count(1)
 _unnamed: Counter[tuple[str, int]] = Counter()
-_handles: dict[int, Operation] = {}
+_handles: dict[int, Collective] = {}
 
 
 # -- on and off, who am I --------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def begin(
         device=device,
         **facts,
     )
-    operation = Operation(request, list(tensors), list(outputs), single=single)
+    operation = Collective(request, list(tensors), list(outputs), single=single)
     session.engine.submit(operation, at_once=at_once)
     handle = next(_numbers)
     _handles[handle] = operation
@@ -287,7 +287,7 @@ def synchronize(handle: int) -> Any:
     return None if operation is None else _wait(operation)
 
 
-def _wait(operation: Operation) -> Any:
+def _wait(operation: Collective) -> Any:
     try:
         return session.engine.wait(operation)
     except torch.OutOfMemoryError:
@@ -386,7 +386,7 @@ def allreduce_async(
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, op: int, scales: Any, name: Any, process_set: Any
+        ctx: Any, tensor: Tensor, op: int, scales: tuple[float, float], name: Any, process_set: Any
     ) -> Tensor:
         ctx.facts = op, scales, process_set
         output = tensor.new_empty(tensor.shape)
@@ -469,7 +469,12 @@ def grouped_allreduce_async(
 class _GroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: int, scales: Any, name: Any, process_set: Any, *tensors: Tensor
+        ctx: Any,
+        op: int,
+        scales: tuple[float, float],
+        name: Any,
+        process_set: Any,
+        *tensors: Tensor,
     ) -> Any:
         ctx.facts = op, scales, process_set
         return synchronize(
@@ -825,7 +830,13 @@ def _begin_scatter(
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: int, scales: Any, name: Any, process_set: Any, single: bool, *tensors: Tensor
+        ctx: Any,
+        op: int,
+        scales: tuple[float, float],
+        name: Any,
+        process_set: Any,
+        single: bool,
+        *tensors: Tensor,
     ) -> Any:
         ctx.facts = op, scales, process_set
         return synchronize(_begin_scatter(tensors, name, op, *scales, process_set, single=single))

@@ -51,7 +51,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         sparse_as_dense: bool,
         process_set: ProcessSet,
     ) -> None:
-        super(self.__class__, self).__init__(params)
+        theirs: Any = super(self.__class__, self)
+        theirs.__init__(params)
         names = name_parameters(self.param_groups, named_parameters)
         _check_groups(groups)
         self.backward_passes_per_step = backward_passes_per_step
@@ -194,7 +195,8 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         compression: Any,
         backward_passes_per_step: int,
     ) -> None:
-        super(self.__class__, self).__init__(params)
+        theirs: Any = super(self.__class__, self)
+        theirs.__init__(params)
         self._parameter_names = name_parameters(self.param_groups, named_parameters)
         self._compression = compression
         self.backward_passes_per_step = backward_passes_per_step
@@ -219,8 +221,7 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Does nothing: gradients are not reduced."""
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> Any:
         """Refused.
 
         Raises:
@@ -229,7 +230,6 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         raise AssertionError(
             "Skipping synchronization is not supported when using Adasum optimizer."
         )
-        yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step alone, whose change is combined with that of the others."""
@@ -355,7 +355,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     if op != Adasum or size() == 1:
         methods = dict(_DistributedOptimizer.__dict__)
         return type(theirs.__name__, (theirs,), methods)(
-            optimizer.param_groups,  # type: ignore[arg-type]
+            optimizer.param_groups,
             named_parameters,
             compression,
             backward_passes_per_step,
@@ -369,7 +369,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     methods = dict(_DistributedAdasumOptimizer.__dict__)
     return type(theirs.__name__, (theirs,), methods)(
-        optimizer.param_groups,  # type: ignore[arg-type]
+        optimizer.param_groups,
         named_parameters,
         compression,
         backward_passes_per_step,
