@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from torsh_trainer.dropin import script
-from torsh_trainer.dropin.launch_line import read_command
+from torsh_trainer.dropin.launch_line import honour_variables, read_command
 from torsh_trainer.dropin.names import PUBLIC, ROOT
+from torsh_trainer.dropin.order import Order
 from torsh_trainer.errors import ConfigError
 
 
@@ -125,6 +126,25 @@ def test_stalls_are_told_when_the_line_says():
     assert read_command(line, env={}).stall_warning_s == 5
     line = "horovodrun -np 2 --no-stall-check python train.py"
     assert read_command(line, env={}).stall_warning_s == 0
+
+
+def test_variables_do_what_they_say_or_are_told():
+    order = Order(Path("train.py"), stall_warning_s=7.0)
+    found = honour_variables(
+        order,
+        {
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "3",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
+            "HOROVOD_FUSION_THRESHOLD": "0",
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            "HOROVOD_RANK": "1",
+            "PATH": "/bin",
+        },
+    )
+    assert (found.stall_warning_s, found.stall_shutdown_s) == (7.0, 9.0)
+    assert found.remarks == ("without an effect here: HOROVOD_FUSION_THRESHOLD",)
+    with pytest.raises(ConfigError, match="HOROVOD_STALL_CHECK_TIME_SECONDS should be"):
+        honour_variables(order, {"HOROVOD_STALL_CHECK_TIME_SECONDS": "soon"})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from torsh_trainer import environments
 from torsh_trainer.dropin import script as scripts
-from torsh_trainer.dropin.launch_line import read_command
+from torsh_trainer.dropin.launch_line import honour_variables, read_command
 from torsh_trainer.dropin.order import Order
 from torsh_trainer.dropin.output import show_logs
 from torsh_trainer.dropin.rank import ScriptJob, cut_traceback, run_script
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         WorkerError: a rank failed.
     """
     argv = [word for word in argv if word.lower() != "debug=true"]  # the door has read it
-    order = _read(argv)
+    order = honour_variables(_read(argv), os.environ)
     script = scripts.read(order.script)
     found = environments.detect(os.environ)
     context = LaunchContext(env=dict(os.environ), found=found)

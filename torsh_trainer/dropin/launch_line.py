@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torsh_trainer.dropin.order import Order
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.translate.horovod.job import LOCAL_HOSTS
-from torsh_trainer.translate.horovod.launch import Launch, read
+from torsh_trainer.translate.horovod.job import LOCAL_HOSTS, Leaf
+from torsh_trainer.translate.horovod.launch import read, variable_leaf
+from torsh_trainer.translate.horovod.settings import by_variable
+from torsh_trainer.translate.nodes import Place
 
 _NAME = "--command"
 _IDLE = {
@@ -63,14 +65,43 @@ def read_command(text: str, *, env: Mapping[str, str]) -> Order:
             )
     words = [word.text for word in launch.command[at:]]
     order = Order(Path(words[0]), tuple(words[1:]))
-    changes, remarks = _honour(launch)
+    changes, remarks = _honour(launch.leaves)
     return order.change(**changes, remarks=tuple(remarks))
 
 
-def _honour(launch: Launch) -> tuple[dict[str, Any], list[str]]:
+def honour_variables(order: Order, env: Mapping[str, str]) -> Order:
+    """``order`` with what Horovod's variables say that nobody has said otherwise.
+
+    Raises:
+        ConfigError: one has a value that it does not take.
+    """
+    leaves = []
+    for name in sorted(env):
+        setting = by_variable().get(name)
+        if setting is None or setting.rule in _PLACES:
+            continue
+        leaf, problem = variable_leaf(name, env[name], Place(1, 1), "")
+        if problem is not None:
+            raise ConfigError(problem.what, fix=problem.fix)
+        assert leaf is not None
+        leaves.append(leaf)
+    changes, remarks = _honour(leaves)
+    unsaid = {
+        name: value
+        for name, value in changes.items()
+        if getattr(order, name) == getattr(Order(order.script), name)
+    }
+    return order.change(**unsaid, remarks=(*order.remarks, *remarks))
+
+
+_PLACES = ("env.place", "elastic.switch", "process-sets.permission")
+"""Rules of variables that the modules of ours read, or that this job sets anew."""
+
+
+def _honour(leaves: Iterable[Leaf]) -> tuple[dict[str, Any], list[str]]:
     changes: dict[str, Any] = {}
     idle, stays = [], []
-    for leaf in launch.leaves:
+    for leaf in leaves:
         match leaf.name:
             case "num_proc":
                 changes["processes"] = leaf.value
