@@ -97,7 +97,7 @@ class CollectiveEngine:
         request = operation.request
         if request.device != "cpu":
             operation.ready = torch.cuda.Event()
-            operation.ready.record()
+            operation.ready.record(torch.cuda.current_stream(operation.inputs[0].device))
         with self._lock:
             if self._over is not None:
                 operation.error = self._over
@@ -221,7 +221,8 @@ class CollectiveEngine:
             return
         for operation in operations:
             if operation.ready is not None:
-                torch.cuda.current_stream().wait_event(operation.ready)
+                stream = torch.cuda.current_stream(operation.inputs[0].device)
+                stream.wait_event(operation.ready)
         members = self._sets[request.members]
         if request.kind == "allreduce":
             reduce_all(operations, members)
