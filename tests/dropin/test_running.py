@@ -106,7 +106,7 @@ def test_a_script_sees_what_python_would_show_it_and_horovod_is_ours(write, tmp_
     seen: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
     ours = str(Path("torsh_trainer", "dropin", "horovod", "torch", "__init__.py"))
     assert seen["argv"] == ["my/seen.py", "--lr", "0.1", "a b"]
-    assert (seen["file"], seen["cwd"]) == ("my/seen.py", str(tmp_path))
+    assert (seen["file"], seen["cwd"]) == (str(tmp_path / "my" / "seen.py"), str(tmp_path))
     assert seen["path"] == str(tmp_path / "my")
     assert seen["main"]
     assert seen["helper"]
@@ -142,12 +142,12 @@ compute(torch.ones(2))
 
 
 def test_the_rank_that_failed_is_told_with_the_scripts_own_lines(write, capfd):
-    write("fails.py", FAILING)
+    file = write("fails.py", FAILING)
     assert main(["drop-in", "-np", "2", "--comm", "gloo", "fails.py"]) == 3
     told = capfd.readouterr().err
     assert "error: rank 1 failed with KeyError: 'no such batch'" in told
     trace = told[told.index("Traceback") :]
-    assert trace.splitlines()[1].strip().startswith('File "fails.py", line 15, in <module>')
+    assert trace.splitlines()[1].strip().startswith(f'File "{file}", line 15, in <module>')
     assert 'raise KeyError("no such batch")' in trace
     assert "torsh_trainer" not in trace.partition("KeyError: ")[0]
 
@@ -161,7 +161,7 @@ def test_an_exit_code_is_a_failure_of_its_rank(write, capfd):
 
 
 def test_one_process_needs_no_others(write, run_door):
-    write(
+    file = write(
         "alone.py",
         """
         import torch
@@ -180,7 +180,7 @@ def test_one_process_needs_no_others(write, run_door):
     assert done.returncode == 3
     assert "1 [1.0, 1.0] 0" in done.stdout
     assert "error: rank 0 failed with ValueError: Tensor type torch.BoolTensor" in done.stderr
-    assert 'File "alone.py", line 10, in <module>' in done.stderr
+    assert f'File "{file}", line 10, in <module>' in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,15 @@ from torsh_trainer.dropin import script as scripts
 from torsh_trainer.dropin.launch_line import honour_variables, read_command
 from torsh_trainer.dropin.order import Order
 from torsh_trainer.dropin.output import show_logs
-from torsh_trainer.dropin.rank import ScriptJob, cut_traceback, run_script
+from torsh_trainer.dropin.rank import ScriptJob, cut_traceback, file_of, run_script
 from torsh_trainer.errors import ConfigError, TorshError, WorkerError, nearest
 from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.local import Local
 from torsh_trainer.utils import registry
 from torsh_trainer.utils.user_code import words_of
 
+_GRACE_S = 600.0
+"""What a script does at its exit (a logger that uploads) may take as long as this."""
 _BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     script = scripts.read(order.script)
     found = environments.detect(os.environ)
     context = LaunchContext(env=dict(os.environ), found=found)
-    launcher = Local(num_processes=order.processes or "auto")
+    launcher = Local(num_processes=order.processes or "auto", grace_s=_GRACE_S)
     if order.processes is None and found is None:
         raise ConfigError("drop-in is not told how many processes", fix="write -np 2")
     first = found is None or found.is_rank_zero
@@ -85,7 +87,7 @@ _ABOVE = "the lines above are the script's own"
 
 
 def _show(text: str, job: ScriptJob) -> None:
-    print(cut_traceback(text, job.script), file=sys.stderr, flush=True)
+    print(cut_traceback(text, file_of(job.script)), file=sys.stderr, flush=True)
 
 
 class _Logs:

@@ -51,8 +51,9 @@ def run_script(world: World, job: ScriptJob) -> None:
     session.set_place(Seat(world, options, stalls))
     _set_variables(world)
     alias.install()
+    file = file_of(job.script)  # before the script goes elsewhere
     try:
-        _run(Path(job.script), job.arguments)
+        _run(job, file)
     except SystemExit as end:
         if end.code not in (None, 0):
             session.abandon()
@@ -62,7 +63,7 @@ def run_script(world: World, job: ScriptJob) -> None:
                 fix="its own output says why",
             ) from None
     except BaseException as error:
-        error.__traceback__ = _drop_own_frames(error.__traceback__, job.script)
+        error.__traceback__ = _drop_own_frames(error.__traceback__, file)
         session.abandon()
         raise
 
@@ -71,18 +72,23 @@ _FOREVER_S = 30 * 24 * 3600.0
 """Horovod bounds no collective: one begins when all ranks have asked for it."""
 
 
-def _run(script: Path, arguments: tuple[str, ...]) -> None:
+def file_of(script: str) -> str:
+    """What ``__file__`` is, and what a traceback says, where ``python SCRIPT`` runs it."""
+    return str(Path.cwd() / script)
+
+
+def _run(job: ScriptJob, file: str) -> None:
     """The script as ``__main__``, with its folder first on the path, and its own ``sys.argv``."""
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=str(script), __builtins__=__builtins__)
+    main.__dict__.update(__file__=file, __builtins__=__builtins__)
     sys.modules["__main__"] = main
-    sys.argv[:] = [str(script), *arguments]
+    sys.argv[:] = [job.script, *job.arguments]
     # Ours stands behind the script's folder; processes that the script starts find it there.
-    sys.path[:] = [str(script.resolve().parent), str(alias.SHIM), *_without_here(sys.path)]
+    sys.path[:] = [str(Path(file).resolve().parent), str(alias.SHIM), *_without_here(sys.path)]
     root = str(Path(__file__).parents[2])
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(alias.SHIM), *known, root])
-    code = compile(script.read_bytes(), str(script), "exec")
+    code = compile(Path(file).read_bytes(), file, "exec")
     exec(code, main.__dict__)  # the user's script is what this process is for
 
 
@@ -105,18 +111,18 @@ def _set_variables(world: World) -> None:
     os.environ.update({f"HOROVOD_{name}": str(value) for name, value in place.items()})
 
 
-def _drop_own_frames(trace: types.TracebackType | None, script: str) -> types.TracebackType | None:
+def _drop_own_frames(trace: types.TracebackType | None, file: str) -> types.TracebackType | None:
     """A traceback that begins in the script."""
     at = trace
-    while at is not None and at.tb_frame.f_code.co_filename != script:
+    while at is not None and at.tb_frame.f_code.co_filename != file:
         at = at.tb_next
     return at or trace
 
 
-def cut_traceback(text: str, script: str) -> str:
+def cut_traceback(text: str, file: str) -> str:
     """What the user wrote of a traceback that has been through other processes."""
     lines = text.splitlines()
     for at, line in enumerate(lines):
-        if line.lstrip().startswith(f'File "{script}"'):
+        if line.lstrip().startswith(f'File "{file}"'):
             return "\n".join(["Traceback (most recent call last):", *lines[at:]])
     return text

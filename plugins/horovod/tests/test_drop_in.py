@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from torsh_trainer.dropin.names import PUBLIC
 from torsh_trainer.testing.compare import FP32
 
 SCRIPTS = Path(__file__).with_name("scripts")
-TABLE = SCRIPTS / "table.py"
+EVERYTHING = SCRIPTS / "everything.py"
 IDIOMS = SCRIPTS / "idioms.py"
 
 SAME = (
@@ -44,7 +45,8 @@ def run(script: Path, *words: str, real: bool, processes: int = 2) -> Path:
     out = Path(mkdtemp(prefix="dropin-test-")) / "out"
     given = [str(script), str(out), *words]
     if real:
-        line = ["horovodrun", "-np", str(processes), "--gloo", sys.executable, *given]
+        patient = ["--gloo-timeout-seconds", "600"]  # a busy machine starts slowly
+        line = ["horovodrun", "-np", str(processes), "--gloo", *patient, sys.executable, *given]
     else:
         line = [sys.executable, "-m", "torsh_trainer", "drop-in", "-np", str(processes), *given]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -65,8 +67,9 @@ def read(out: Path, name: str = "", ranks: int = 2) -> list[dict[str, Any]]:
 
 
 @cache
-def tables() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    return read(run(TABLE, real=True)), read(run(TABLE, real=False))
+def everything(real: bool) -> Path:
+    """Where the table and all idioms have left what they found."""
+    return run(EVERYTHING, *SAME, "wrong_op", real=real)
 
 
 NO_ADASUM = re.compile("Adasum")
@@ -83,7 +86,7 @@ def without_order(row: Any) -> Any:
 
 
 def test_every_call_gives_what_horovods_gives_and_every_error_is_its_own():
-    theirs, ours = tables()
+    theirs, ours = read(everything(True)), read(everything(False))
     for real, mine in zip(theirs, ours, strict=True):
         assert real.keys() == mine.keys()
         assert len(real) > 200
@@ -96,7 +99,7 @@ def test_every_call_gives_what_horovods_gives_and_every_error_is_its_own():
 
 
 def test_adasum_is_its_formula():
-    _, ours = tables()
+    ours = read(everything(False))
     a, b = (
         torch.arange(6).reshape(2, 3).double() * (rank + 1) / 3 + (3 * rank + 1) / 3
         for rank in range(2)
@@ -106,11 +109,6 @@ def test_adasum_is_its_formula():
     for mine in ours:
         for name, bound in (("Adasum", 1e-6), ("Adasum float64", 1e-6), ("Adasum half", 1e-3)):
             assert torch.allclose(torch.tensor(mine[name][2]).double(), expected, rtol=bound)
-
-
-@cache
-def trained(real: bool, names: tuple[str, ...]) -> Path:
-    return run(IDIOMS, *names, real=real)
 
 
 def same(real: dict[str, Any], mine: dict[str, Any], bound: float) -> None:
@@ -125,18 +123,18 @@ def same(real: dict[str, Any], mine: dict[str, Any], bound: float) -> None:
 
 @pytest.mark.parametrize("name", SAME)
 def test_an_idiom_trains_as_under_horovod(name):
-    theirs = read(trained(True, (*SAME, "wrong_op")), name)
-    ours = read(trained(False, (*SAME, "wrong_op")), name)
+    theirs = read(everything(True), name)
+    ours = read(everything(False), name)
     for real, mine in zip(theirs, ours, strict=True):
         same(real, mine, FP32.parameters)
 
 
 def test_and_a_wrong_reduction_would_show():
-    theirs = read(trained(True, (*SAME, "wrong_op")), "mnist")
-    ours = read(trained(False, (*SAME, "wrong_op")), "wrong_op")
+    theirs = read(everything(True), "mnist")
+    ours = read(everything(False), "wrong_op")
     with pytest.raises(AssertionError, match="loss of step"):
         same(theirs[0], ours[0], FP32.parameters)
-    same(read(trained(True, (*SAME, "wrong_op")), "wrong_op")[0], ours[0], FP32.parameters)
+    same(read(everything(True), "wrong_op")[0], ours[0], FP32.parameters)
 
 
 @pytest.mark.exhaustive
@@ -152,3 +150,10 @@ def test_so_it_does_on_three_processes(name):
 @cache
 def _three(real: bool, names: tuple[str, ...]) -> Path:
     return run(IDIOMS, *names, real=real, processes=3)
+
+
+def test_every_name_of_horovods_module_is_there():
+    import horovod.torch as real
+
+    names = {name for name in dir(real) if not name.startswith("_")}
+    assert names - set(PUBLIC["torch"]) - {"check_extension", "mpi_lib_v2"} == set()
