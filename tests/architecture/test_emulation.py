@@ -41,6 +41,7 @@ PRODUCTS = re.compile(r"deepspeed|horovod", re.IGNORECASE)
 ROOMS = {
     "emulation/": "it is for this",
     "translate/": "it reads and writes these products' files",
+    "dropin/": "it stands in the place of such a product for the product's own scripts",
 }
 """Where habits and products are named."""
 

@@ -309,6 +309,7 @@ VERBS = PluginKind(
     {
         "checkpoint": "torsh_trainer.checkpoint.cli.command:main",
         "comm": "torsh_trainer.bench.command:main",
+        "drop-in": "torsh_trainer.dropin.command:main",
         "rerun": "torsh_trainer.__main__:rerun",
         "report": "torsh_trainer.__main__:report",
         "verify": "torsh_trainer.__main__:verify",

@@ -1,0 +1,1 @@
+"""Scripts written for another engine, run unmodified over ours; see docs/migrate/drop-in.md."""

@@ -1,0 +1,1 @@
+"""Who has asked for which collective: ranks agree on one order, by names, and then communicate."""
