@@ -110,7 +110,8 @@ class _Logs:
 
 
 def _announce(order: Order, script: scripts.Script, size: int) -> None:
-    what = "horovod is torsh_trainer.dropin.horovod" if script.uses_horovod else "no horovod in it"
+    where = "" if script.uses_horovod else ", where it is imported,"
+    what = f"horovod{where} is torsh_trainer.dropin.horovod"
     count = "1 process" if size == 1 else f"{size} processes"
     print(
         f"drop-in: {order.script} on {count}, communicating by {order.backend}; {what}, in this "
