@@ -145,7 +145,7 @@ ON_TWO = {
 }
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(
     ("name", "size", "run"),
     [

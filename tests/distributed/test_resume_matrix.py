@@ -283,7 +283,7 @@ def resumed(
 MOVES = ((1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 2), (4, 1))
 
 
-@pytest.mark.matrix(35)
+@pytest.mark.matrix(24)
 @pytest.mark.parametrize(
     ("source", "target", "before", "after"),
     [

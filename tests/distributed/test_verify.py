@@ -229,6 +229,7 @@ def found_out(verify: Any) -> Any:
     return verify(f"[single,{','.join(names)}]", "verify.ladder=[sgd]")
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("strategy", "step", "quantity", "rule", "words"),
     [

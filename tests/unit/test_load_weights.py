@@ -163,6 +163,7 @@ def test_a_run_that_saved_nothing_points_to_its_model(tmp_path: Path) -> None:
         unsaved.load_into(Tied())
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_after_two_processes_the_weights_come_whole(tmp_path: Path, strategy: str) -> None:
     both = trained(tmp_path / "two", strategy=strategy, launcher=Local(num_processes=2))

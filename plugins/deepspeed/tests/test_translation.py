@@ -189,7 +189,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_rule_that_is_switched_off_is_seen(control):
     stage, precision, optimizer, spoilt = CONTROLS[control]

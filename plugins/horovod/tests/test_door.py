@@ -50,6 +50,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str
     return of
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["ours", "horovodrun"])
 def test_a_recipe_trains_with_the_loss_of_one_process(name, result):
     assert result(name)["strategy"] == "horovod"

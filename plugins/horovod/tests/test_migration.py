@@ -20,6 +20,8 @@ from torsh_trainer_horovod import runtime
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.testing.ranks import shared_pool
 
+pytestmark = pytest.mark.exhaustive  # each command of a page, with what it prints
+
 PAGE = Path(__file__).parents[3] / "docs" / "migrate" / "horovod.md"
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -82,7 +84,6 @@ def done(tmp_path_factory) -> Done:
     return Done(folder, said, found)
 
 
-@pytest.mark.exhaustive
 def test_every_command_of_the_page_does_what_it_says(done):
     (translated, _), *others = done.outputs
     assert translated == 10

@@ -195,7 +195,7 @@ CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_rule_that_is_switched_off_is_seen(tmp_path, control):
     job, spoilt = CONTROLS[control]

@@ -30,7 +30,7 @@ def lightnings(tmp_path_factory) -> Callable[[str, Watched], Recording]:
     return said
 
 
-@pytest.mark.matrix(20)
+@pytest.mark.matrix(14)
 @pytest.mark.parametrize("name", CASES)
 def test_our_loop_does_what_lightning_does(name, lightnings, tmp_path):
     for watched in WATCHED:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.exhaustive  # each command of a page, with what it prints
+
 pytestmark = pytest.mark.timeout(2000)  # the first test waits for all commands of the page
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrate" / "lightning.md"
@@ -52,7 +54,6 @@ def results(project: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.exhaustive
 def test_every_command_of_the_page_works_and_its_strategies_agree(ran, project):
     single, ddp, fsdp, gloo, resumed, template = results(project)
     assert [one["strategy"] for one in (ddp, fsdp, gloo)] == ["ddp", "fsdp", "gloo"]

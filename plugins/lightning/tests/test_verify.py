@@ -191,6 +191,7 @@ def test_one_process_takes_the_batches_of_two_and_every_engine_agrees_with_it(ve
     assert rates == [0.01, 0.005, 0.0025, 0.00125], "the rate of each step, not of the next"
 
 
+@pytest.mark.matrix(3)
 def test_a_wrong_strategy_is_found_out_and_the_right_rule_suspected(verified):
     code, content = verified("[single,halves,never_communicates]", "verify.ladder=[sgd]")
     assert code == content["exit_code"] == 12
