@@ -567,3 +567,23 @@ def test_files_that_are_cut_shuffled_and_changed_are_read_or_named(data):
     except (ConfigError, ResourceError) as error:
         named = error
     assert named is None or (named.sentence and named.fix)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "family"), [('"auto"', "hugging-face"), ("2", "the script's own")]
+)
+def test_few_arguments_are_the_trainers_where_the_file_it_is_handed_says_auto(
+    tmp_path, accumulate, family
+):
+    file = tmp_path / "run.sh"
+    file.write_text("deepspeed train.py --deepspeed ds.json --gradient_accumulation_steps 8\n")
+    (tmp_path / "ds.json").write_text(
+        f'{{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": {accumulate}}}'
+    )
+    [plan] = plans_of(file)
+    if family == "hugging-face":
+        assert plan.values["trainer.accumulate"] == 8
+        assert "Hugging Face's Trainer" in plan.taken_for
+    else:
+        assert plan.values["trainer.accumulate"] == 2
+        assert "Hugging Face's Trainer" not in plan.taken_for

@@ -128,7 +128,22 @@ def plan_job(
         job.lacks_file = True
     if document is not None:
         job.configured = list_keys(document)
+    if not job.family and _hands_file_to_trainer(job):
+        job.family = "hugging-face"
     return _Planning(job, asked, document).plan()
+
+
+def _hands_file_to_trainer(job: LaunchJob) -> bool:
+    """Whether ``--deepspeed FILE`` is the Trainer's: "auto" in that file is a word of its alone."""
+    said = job.argument("deepspeed")
+    names = {said.name for said in job.arguments}
+    return (
+        said is not None
+        and bool(said.values)
+        and FILLED in job.configured.values()
+        and bool(names & trainer_arguments.MARKS)
+        and not names & trainer_arguments.OTHERS_MARKS
+    )
 
 
 def _check_flags(job: LaunchJob) -> None:
