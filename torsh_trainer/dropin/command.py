@@ -113,8 +113,10 @@ def _announce(order: Order, script: scripts.Script, size: int) -> None:
     where = "" if script.uses_horovod else ", where it is imported,"
     what = f"horovod{where} is torsh_trainer.dropin.horovod"
     count = "1 process" if size == 1 else f"{size} processes"
+    auto = "gloo, or nccl where each has a GPU"
+    backend = auto if order.backend == "auto" else order.backend
     print(
-        f"drop-in: {order.script} on {count}, communicating by {order.backend}; {what}, in this "
+        f"drop-in: {order.script} on {count}, communicating by {backend}; {what}, in this "
         "job alone",
         flush=True,
     )
