@@ -17,7 +17,7 @@ from torsh_trainer import Trainer
 from torsh_trainer.data.batch import MicroBatch, MicroBatchPlace, Samples
 from torsh_trainer.data.sampler import ForwardKeys
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.randomness import SampleDraws, draws_of
+from torsh_trainer.randomness import SampleDraws, draws_of, kernels
 from torsh_trainer.randomness.layout import Layout, layout_of
 from torsh_trainer.tasks.base import Task
 
@@ -195,6 +195,9 @@ class Packed(Memory):
         return nn.utils.rnn.pad_packed_sequence(self.memory(packed)[0], batch_first=True)[0]
 
 
+PACKED = Packed(nn.LSTM, batch_first=True)
+
+
 def attend(x: Tensor) -> Tensor:
     x = x.unsqueeze(1)
     return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.4).squeeze(1)
@@ -304,7 +307,7 @@ class Chosen(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (Packed(nn.LSTM, batch_first=True), ["bernoulli_ in memory (LSTM) cannot be drawn by"]),
+        (PACKED, ["bernoulli_ in memory (LSTM) cannot be drawn by"]),
         (nn.MultiheadAttention(8, 2, 0.3), ["bernoulli_ in MultiheadAttention cannot be drawn by"]),
         (Foreign(), ["the forward draws from random, which no key reaches"]),
         (Chosen(), ["randperm.generator_out in inner (Of)", "poisson in Chosen"]),
@@ -320,6 +323,14 @@ def test_what_has_no_key_draws_by_micro_batch_and_is_named_once(model, words, ca
                 model(*given)
     for record, word in zip(caplog.records, words, strict=True):
         assert word in record.getMessage()
+
+
+def test_a_process_that_has_compiled_names_the_same(caplog, monkeypatch):
+    monkeypatch.setattr(kernels, "_asks", torch.compiler.disable(kernels._ask))
+    with caplog.at_level(logging.WARNING), SampleDraws(PACKED, CPU).of(micro_batch(count=8)):
+        PACKED(torch.randn(8, 8, 8))
+    (record,) = caplog.records
+    assert "bernoulli_ in memory (LSTM) cannot be drawn by" in record.getMessage()
 
 
 @pytest.mark.parametrize("rows", [48, 24], ids=["a multiple", "as many"])

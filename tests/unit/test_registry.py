@@ -160,7 +160,7 @@ def test_a_translator_that_cannot_be_loaded_is_left_out_and_said_to_be(tmp_path,
     points = {"torsh_trainer.translators": {"acme": "of_a_test_gone:Acme"}}
     with install_plugin(tmp_path, entry_points=points):
         names = [translator.name for translator in find_translators()]
-    assert names == ["horovod", "deepspeed"]
+    assert names == ["launch", "horovod", "deepspeed"]
     said = capsys.readouterr().err
     assert said.startswith("note: left out: the translator 'acme' of torsh-of-a-test")
 

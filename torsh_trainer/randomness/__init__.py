@@ -281,12 +281,14 @@ def _is_time_major(module: nn.Module) -> bool:
 
 
 _RECURRENT = frozenset(kind.forward.__code__ for kind in (nn.RNN, nn.LSTM, nn.GRU))
+_BETWEEN = (__name__, "torch._dynamo.")
+"""Whose frames stand between a layer and the question: ours, and those that hide ours."""
 
 
 def _is_recurrent_at_work() -> bool:
     """Whether torch's own recurrent layer asks, which calls its kernels with nothing between."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith(__name__):
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and frame.f_code in _RECURRENT
 
