@@ -57,6 +57,12 @@ class Translator(abc.ABC):
         says what is wrong.
         """
 
+    def identifies(self, source: Path) -> bool:
+        """Whether a file that nobody named, one of many in a project, surely is a job or a
+        configuration of this engine: stricter than ``recognises``, which it is unless a translator
+        says otherwise."""
+        return self.recognises(source, None)
+
     @abc.abstractmethod
     def translate(self, source: str | Path, asked: TranslationRequest) -> Plan:
         """The plan, with a finding for every key of ``source``.

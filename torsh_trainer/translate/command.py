@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
 from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.horovod import versions as horovod_versions
 from torsh_trainer.translate.plan import RECIPE, Plan
+from torsh_trainer.translate.project import read_project
 from torsh_trainer.translate.recipe import recipe_of
-from torsh_trainer.translate.table import table_of
+from torsh_trainer.translate.table import table_of, table_of_project
 from torsh_trainer.utils.files import write_text
 from torsh_trainer.utils.foreign import readable
 
@@ -42,17 +44,41 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "translate wants a file", fix="name it, or give --command 'horovodrun ...'"
         )
-    plans = work_of(options.file or "", request_of(options)).translate_jobs()
+    request = request_of(options)
+    if options.file is not None and Path(options.file).is_dir():
+        return _translate_project(Path(options.file), request, options)
+    plans = work_of(options.file or "", request).translate_jobs()
     for number, plan in enumerate(plans, 1):
         if number > 1:
             print("\n")
         _tell(
             plan,
             argv=argv,
-            output=_number(options.output, number, len(plans)),
-            page=_number(options.report, number, len(plans)),
+            output=options.output and _number(options.output, number, len(plans)),
+            page=options.report and _number(options.report, number, len(plans)),
         )
     return max(plan.exit_code for plan in plans)
+
+
+def _translate_project(
+    folder: Path, request: TranslationRequest, options: argparse.Namespace
+) -> int:
+    """Prints a table of the jobs in a folder; recipes are numbered as the rows are."""
+    project = read_project(folder, request)
+    if options.output is not None:
+        for number, job in enumerate(project.jobs, 1):
+            if job.plan is not None and not job.plan.facts:
+                path = _number(options.output, number, len(project.jobs))
+                write_text(path, recipe_of(job.plan), fix=ELSEWHERE)
+    if options.report is not None:
+        html = options.report.suffix != ".json"
+        text = report.project_as_html(project) if html else report.project_as_json(project)
+        write_text(options.report, text, fix=ELSEWHERE)
+    width = shutil.get_terminal_size((_WIDE, 24)).columns
+    sys.stdout.write(readable(table_of_project(project, width=width)))
+    first = re.sub(r":\d+$", "", project.jobs[0].source)
+    print(readable(f"\nlook at one of them: python -m torsh_trainer translate {quote(first)}"))
+    return project.exit_code
 
 
 def _tell(plan: Plan, *, argv: Sequence[str], output: Path | None, page: Path | None) -> None:
@@ -77,9 +103,9 @@ def _tell(plan: Plan, *, argv: Sequence[str], output: Path | None, page: Path | 
         print(f"\n{written}: run it with +recipe={written} and a task")
 
 
-def _number(path: Path | None, number: int, count: int) -> Path | None:
+def _number(path: Path, number: int, count: int) -> Path:
     """The file for one of several jobs: ``job-2.yaml``."""
-    if path is None or count == 1:
+    if count == 1:
         return path
     return path.with_stem(f"{path.stem}-{number}")
 
@@ -159,7 +185,10 @@ def _parser() -> argparse.ArgumentParser:
         "torchtitan.",
     )
     parser.add_argument(
-        "file", metavar="FILE", nargs="?", help="the configuration, launch file, or script"
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="the configuration, launch file, or script; a folder: all jobs in it",
     )
     parser.add_argument(
         "--command",

@@ -100,7 +100,8 @@ class Plan:
     ``taken_for`` says what the source was taken for, where it could have been several things;
     ``notes`` what else there is to know. ``facts`` are what is missing: then ``values`` are not all
     of it. ``command`` starts the job, with ``RECIPE.yaml`` for the recipe; ``sweep`` are dotted
-    keys with the values that the source tries one after the other.
+    keys with the values that the source tries one after the other. ``files`` are others of the job
+    that were found beside the source: its script, its configuration.
     """
 
     source: str
@@ -121,6 +122,7 @@ class Plan:
     facts: tuple[Fact, ...] = ()
     command: str = ""
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:

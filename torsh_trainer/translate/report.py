@@ -4,21 +4,56 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 from torsh_trainer import __version__
 from torsh_trainer.translate.plan import VERDICTS, Plan
+from torsh_trainer.translate.project import Project
 
 SCHEMA = "torsh-trainer/translation/1"
 """The name and version of the JSON report."""
 
 
+PROJECT_SCHEMA = "torsh-trainer/project/1"
+"""The same for the report of a folder, whose ``jobs`` each hold a ``plan`` as that schema says."""
+
+
 def as_json(plan: Plan) -> str:
     """The report as JSON text."""
-    content = {
+    return _dump(_content_of(plan))
+
+
+def project_as_json(project: Project) -> str:
+    """The report of a folder as JSON text; of a job that could not be read, the ``error``."""
+    return _dump(
+        {
+            "schema": PROJECT_SCHEMA,
+            "folder": project.folder,
+            "files": project.read,
+            "exit_code": project.exit_code,
+            "notes": list(project.notes),
+            "jobs": [
+                {
+                    "source": job.source,
+                    "is": job.kind,
+                    "plan": None if job.plan is None else _content_of(job.plan),
+                    "error": None if job.error is None else str(job.error),
+                }
+                for job in project.jobs
+            ],
+        }
+    )
+
+
+def _dump(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
+
+
+def _content_of(plan: Plan) -> dict[str, Any]:
+    return {
         "schema": SCHEMA,
         "source": plan.source,
         "engine": plan.engine,
@@ -37,11 +72,11 @@ def as_json(plan: Plan) -> str:
         "facts": [dataclasses.asdict(fact) for fact in plan.facts],
         "command": plan.command,
         "sweep": {key: list(values) for key, values in plan.sweep.items()},
+        "files": list(plan.files),
         "findings": [dataclasses.asdict(finding) for finding in plan.findings],
         "dtypes": [dataclasses.asdict(row) for row in plan.dtypes],
         "memory": dataclasses.asdict(plan.memory) if plan.memory else None,
     }
-    return json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def schema_text() -> str:
@@ -51,20 +86,51 @@ def schema_text() -> str:
 
 def as_html(plan: Plan) -> str:
     """The report as a page that needs no other file."""
-    style = files(__package__).joinpath("report.css").read_text("utf-8")
     title = f"{plan.source}: from {plan.engine} to {plan.target}"
+    return _page(title, [f"<h1>{escape(title)}</h1>", *_sections(plan)])
+
+
+def project_as_html(project: Project) -> str:
+    """The report of a folder as one page: a table of its jobs, and each job below it."""
+    title = f"{project.folder}: {len(project.jobs)} jobs"
+    rows, below = [], []
+    for number, job in enumerate(project.jobs, 1):
+        if job.plan is None:
+            rows.append(_row((job.source, job.kind, "", str(job.error)), kind="refused"))
+            continue
+        counts = ", ".join(f"{count} {word}" for word, count in job.plan.counts.items() if count)
+        facts = ", ".join(fact.name for fact in job.plan.facts)
+        missing = f"missing: {facts}" if facts else ""
+        link = f'<a href="#job-{number}">'
+        row = _row((job.source, job.kind, counts, missing))
+        rows.append(row.replace("<td>", f"<td>{link}", 1).replace("</td>", "</a></td>", 1))
+        below += [f'<h1 id="job-{number}">{escape(job.source)}</h1>', *_sections(job.plan)]
+    notes = [f"<p>{escape(note)}</p>" for note in project.notes]
+    table = _table(("job", "is", "verdicts", "what next"), rows)
+    return _page(title, [f"<h1>{escape(title)}</h1>", *notes, table, *below])
+
+
+def _page(title: str, parts: Sequence[str]) -> str:
+    style = files(__package__).joinpath("report.css").read_text("utf-8")
+    head = [
+        "<!doctype html>",
+        '<html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{style}</style></head><body>",
+    ]
+    foot = f"<footer>ToRSh Trainer {escape(__version__)}</footer></body></html>"
+    return "\n".join([*head, *parts, foot]) + "\n"
+
+
+def _sections(plan: Plan) -> list[str]:
+    """What a page says of a plan below its title."""
     counts = "".join(
         f'<li class="{verdict}"><b>{plan.counts[verdict]}</b> {verdict}</li>'
         for verdict in VERDICTS
     )
     world = f", {plan.world_size} processes" if plan.world_size else ""
     context = f"context {plan.context}, mode {plan.mode}"
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title><style>{style}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
+    return [
         f"<p>{escape(plan.taken_for or f'{plan.engine} {plan.version}, {context}{world}')}</p>",
         f'<ul class="counts">{counts}</ul>',
         *(f'<p class="warning">{escape(warning)}</p>' for warning in plan.warnings),
@@ -78,9 +144,7 @@ def as_html(plan: Plan) -> str:
         ),
         _dtypes(plan),
         _memory(plan),
-        f"<footer>ToRSh Trainer {escape(__version__)}</footer></body></html>",
     ]
-    return "\n".join(parts) + "\n"
 
 
 def _facts(plan: Plan) -> str:

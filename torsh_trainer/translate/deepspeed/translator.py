@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate import yaml_places
 from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.deepspeed import (
@@ -48,6 +48,15 @@ AS_IT_STANDS = Options()
 _SECRET = "api_key"
 _ENDINGS = (".json", ".hjson", ".yaml", ".yml", "")
 """Endings of files that are DeepSpeed's where nothing says otherwise."""
+_SURE = frozenset(
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "zero_optimization",
+        "zero_force_ds_cpu_optimizer",
+    ]
+)
+"""Keys that no other engine's file has at its top."""
 _BRACE = re.compile(r"\s*[{\[]|\s*(#|//|/\*)")
 
 _DEFAULTS = (
@@ -270,6 +279,15 @@ class DeepSpeedTranslator(Translator):
         if source.suffix.lower() not in _ENDINGS and not _BRACE.match(text):
             return False
         return source.suffix.lower() not in (".yaml", ".yml") or not _is_foreign(source, text)
+
+    def identifies(self, source: Path) -> bool:
+        if source.suffix.lower() not in _ENDINGS or not source.suffix:
+            return False
+        try:
+            document = read(source)
+        except (ConfigError, ResourceError):
+            return False
+        return document.dialect != "deepspeed" or bool(_SURE & set(document.root.value))
 
     def translate(self, source: str | Path, asked: TranslationRequest) -> Plan:
         return translate(source, _make_options(asked))

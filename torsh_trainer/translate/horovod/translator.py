@@ -197,6 +197,13 @@ class HorovodTranslator(Translator):
             return False
         return sort_of(source, text_of(source)) is not None
 
+    def identifies(self, source: Path) -> bool:
+        if not self.recognises(source, None):
+            return False
+        text = text_of(source)
+        sort = sort_of(source, text)
+        return sort != "environment" and (sort != "script" or "DistributedOptimizer" in text)
+
     def translate(self, source: str | Path, asked: TranslationRequest) -> Plan:
         return translate(source, _make_options(asked))
 

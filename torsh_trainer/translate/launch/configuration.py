@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -39,10 +39,14 @@ _FOUND = ("/dev/null",)
 
 @dataclass(frozen=True)
 class FileFinder:
-    """Finds files that a launch file names; ``beside`` is its folder, None for a line alone."""
+    """Finds files that a launch file names; ``beside`` is its folder, None for a line alone.
+
+    ``found`` are those that were there.
+    """
 
     beside: Path | None
     written: Mapping[str, WrittenFile]
+    found: dict[str, None] = field(default_factory=dict)
 
     def places(self, name: str, folder: str) -> Iterator[Path]:
         """Where a file may be, the likeliest first."""
@@ -65,6 +69,7 @@ class FileFinder:
         for place in self.places(name, folder):
             try:
                 if place.is_file():
+                    self.found[str(place)] = None
                     return place
             except (OSError, ValueError):
                 continue

@@ -100,6 +100,9 @@ class LaunchTranslator(Translator):
             return False
         return _is_shell_file(source, text)
 
+    def identifies(self, source: Path) -> bool:
+        return self.recognises(source, None) and _is_launch_text(text_of(source))
+
     def translate(self, source: str | Path, asked: TranslationRequest) -> Plan:
         plans = self.translate_jobs(source, asked)
         if len(plans) > 1:
@@ -205,9 +208,14 @@ class _LaunchFile:
 
     def plan(self, line: LaunchLine, several: bool) -> Plan:
         source = f"{self.name}:{line.line}" if several else self.name
+        self.finder.found.clear()
         if line.launcher.launcher == HOROVODRUN:
-            return self.plan_horovod(line, source)
-        return plan_job(line, source=source, finder=self.finder, asked=self.asked)
+            plan = self.plan_horovod(line, source)
+        else:
+            plan = plan_job(line, source=source, finder=self.finder, asked=self.asked)
+        if line.script is not None and not line.script.holes:
+            self.finder.find(line.script.text, line.command.folder)
+        return replace(plan, files=tuple(self.finder.found))
 
     def plan_horovod(self, line: LaunchLine, source: str) -> Plan:
         """One of several lines of horovodrun, through Horovod's own translator."""
