@@ -587,3 +587,17 @@ def test_few_arguments_are_the_trainers_where_the_file_it_is_handed_says_auto(
     else:
         assert plan.values["trainer.accumulate"] == 2
         assert "Hugging Face's Trainer" not in plan.taken_for
+
+
+def test_a_file_that_is_taken_in_sets_variables_and_one_that_is_not_here_is_named(tmp_path):
+    (tmp_path / "env.sh").write_text("GPUS=4\n")
+    (tmp_path / "run.sh").write_text(
+        '#!/bin/bash\nsource "$(dirname "$0")/env.sh"\nsource gone.sh\nsource activate\n'
+        "torchrun --nproc_per_node $GPUS train.py\n"
+    )
+    [plan] = plans_of(tmp_path / "run.sh")
+    assert plan.values["launcher.num_processes"] == 4
+    said = "; ".join(plan.notes)
+    assert "taken in, as source does:" in said
+    assert "not read, since it is not here: gone.sh; what it sets counts as unset" in said
+    assert "activate;" not in said

@@ -140,6 +140,15 @@ def test_arguments_of_the_file_are_a_hole_and_remarks_within_a_line_are_nothing(
     assert last('f "$@"', **{"@": "1"}) == ["f", "1"]
 
 
+def test_arguments_of_a_function_are_not_those_of_the_file_and_shift_counts():
+    given = {"1": "a", "2": "b", "3": "c"}
+    assert last("g() { f $1 $2; }\ng x $3", **given) == ["f", "x", "c"]
+    assert last("shift\nf ${1:-z}", **given) == ["f", "b"]
+    assert last("shift 2\nf $1", **given) == ["f", "c"]
+    [command] = commands("shift 2\nf $1", name="f", known={})
+    assert command.words[1].open == "3"
+
+
 def test_a_missing_argument_that_ends_the_file_is_taken_for_given():
     text = 'if [ -z "$1" ]; then echo usage; exit 1; fi\nf $1'
     assert words(text) == [["f", "$1"]]
@@ -260,3 +269,40 @@ def test_any_text_is_read_or_named(pieces, between):
     except ConfigError as error:
         named = error.sentence
     assert "run.sh" in named
+
+
+SOURCED = """\
+A=$1
+run() {
+    python train.py --lr $1 $A
+}
+return
+A=lost
+"""
+
+
+def test_a_sourced_file_is_read_as_if_it_stood_there():
+    asked = []
+
+    def open_text(name, folder):
+        asked.append((name, folder))
+        return SOURCED if name == "env.sh" else None
+
+    text = "# a line more\n\ncd runs\nsource env.sh 3\n. gone.sh\nrun 0.1\nrun $1\n"
+    script = read_script(text, name="run.sh", known={"1": "0.5"}, open_text=open_text)
+    assert asked == [("env.sh", "runs"), ("gone.sh", "runs")]
+    assert script.sourced == {"env.sh": True, "gone.sh": False}
+    runs = [command for command in script.commands if len(command.words) > 1]
+    runs = [run for run in runs if run.words[0].text == "python"]
+    assert [" ".join(word.text for word in run.words) for run in runs] == [
+        "python train.py --lr 0.1 3",
+        "python train.py --lr 0.5 3",
+    ]
+    assert [run.words[0].place.line for run in runs] == [6, 7]
+
+
+def test_a_file_that_sources_itself_comes_to_an_end():
+    script = read_script(
+        "source a.sh\npython x.py\n", name="a.sh", known={}, open_text=lambda *_: "source a.sh\n"
+    )
+    assert [command.words[0].text for command in script.commands] == ["source", "python"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -76,6 +76,11 @@ _QUIET = frozenset(
 """Commands that no reader misses."""
 
 _MOST_JOBS = 40
+_LARGEST_SOURCED = 200_000
+_ENVIRONMENT = re.compile(
+    r"(^|/)(activate|\.?(bash|zsh)?rc|\.?(bash_)?profile|conda\.sh|init\.sh)$"
+)
+"""Files that ``source`` names for the programs that they bring, of one machine alone."""
 
 
 class LaunchTranslator(Translator):
@@ -169,8 +174,20 @@ class _LaunchFile:
         self.name, self.text, self.asked, self.beside = name, text, asked, beside
         self.directives = list(_read_directives(text))
         known = {**_variables_of(self.directives), **(asked.settings or {})}
-        self.script: ShellScript = read_script(text, name=name, known=known)
-        self.finder = FileFinder(beside, self.script.files)
+        self.finder = FileFinder(beside, {})
+        self.script: ShellScript = read_script(
+            text, name=name, known=known, open_text=self.open_sourced
+        )
+        self.finder = replace(self.finder, written=self.script.files)
+
+    def open_sourced(self, name: str, folder: str) -> str | None:
+        """The text of a file that ``source`` names; None for what makes an environment."""
+        if _ENVIRONMENT.search(name):
+            return None
+        path = self.finder.find(name, folder)
+        if path is None or path.stat().st_size > _LARGEST_SOURCED:
+            return None
+        return text_of(path)
 
     def plans(self) -> tuple[Plan, ...]:
         found = [(command, read_line(command)) for command in self.script.commands]
@@ -245,6 +262,7 @@ class _LaunchFile:
         said = f"{taken}: {plan.taken_for}" if plan.taken_for else taken
         findings = (*plan.findings, *(_directive_findings(self.directives) if count == 1 else ()))
         notes = (*plan.notes, *([left] if left else []))
+        notes = (*notes, *_notes_of_sourced(self.script.sourced))
         if self.script.assumed:
             names = ", ".join(self.script.assumed)
             notes = (
@@ -271,7 +289,7 @@ class _LaunchFile:
         for command in self.script.commands:
             if not command.words or read_line(command) is not None:
                 continue
-            head = PurePosixPath(command.words[0].text).name
+            head = PurePosixPath(command.words[0].text).name or "source"
             if head in _QUIET or command.words[0].open:
                 continue
             places.setdefault(head, []).append(command.words[0].place.line)
@@ -320,6 +338,18 @@ class _LaunchFile:
                 for hole in word.holes
             }
         check_settings(self.asked.settings or {}, self.text, known)
+
+
+def _notes_of_sourced(sourced: Mapping[str, bool]) -> Iterator[str]:
+    """Words about files that the shell file takes in by ``source``."""
+    read = [name for name, is_read in sourced.items() if is_read]
+    unread = [
+        name for name, is_read in sourced.items() if not is_read and not _ENVIRONMENT.search(name)
+    ]
+    if read:
+        yield f"taken in, as source does: {', '.join(read)}"
+    if unread:
+        yield f"not read, since it is not here: {', '.join(unread)}; what it sets counts as unset"
 
 
 def _move_findings(findings: Sequence[Finding], line: LaunchLine, script: str) -> Iterator[Finding]:

@@ -144,6 +144,7 @@ class Expander:
             return merge_parts(part for item in state.positional for part in (*item, " "))
         if name == "#" and state.positional is not None:
             return (str(len(state.positional)),)
+        name = state.name_argument(name)
         found = state.lookup(name)
         return found if found is not None else (Hole(name, f"${name}"),)
 
@@ -153,7 +154,7 @@ class Expander:
         hole = (Hole(text, text),)
         if match is None:
             return hole
-        name, index, rest = match["name"], match["index"], match["rest"]
+        name, index, rest = state.name_argument(match["name"]), match["index"], match["rest"]
         if match["sign"] == "!":
             target = text_if_known(self.variable(name, state))
             return self.variable(target, state) if target and re.fullmatch(r"\w+", target) else hole

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.shell.arithmetic import compare_words
 from torsh_trainer.translate.shell.expansion import Expander
 from torsh_trainer.translate.shell.grammar import check_closed, parse, text_of_node
@@ -46,17 +47,22 @@ _WRITERS = ("cat", "echo", "printf", "tee")
 _SKIPPED = frozenset({"comment", "heredoc_body", "heredoc_end", "heredoc_start"})
 
 
+OpenText = Callable[[str, str], "str | None"]
+
+
 @dataclass(frozen=True)
 class ShellScript:
     """What a shell file comes to: its commands in order, and files that it writes by itself.
 
     ``assumed`` are variables and arguments that were taken for unset, since nothing in the file
-    sets them, where a branch hangs on it.
+    sets them, where a branch hangs on it. ``sourced`` are files that it takes in by ``source``, and
+    whether they could be read.
     """
 
     commands: tuple[Command, ...]
     files: Mapping[str, WrittenFile] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
+    sourced: Mapping[str, bool] = field(default_factory=dict)
 
 
 def commands(text: str, *, name: str, known: Mapping[str, str]) -> Iterator[Command]:
@@ -69,20 +75,41 @@ def commands(text: str, *, name: str, known: Mapping[str, str]) -> Iterator[Comm
     yield from read_script(text, name=name, known=known).commands
 
 
-def read_script(text: str, *, name: str, known: Mapping[str, str]) -> ShellScript:
+def read_script(
+    text: str, *, name: str, known: Mapping[str, str], open_text: OpenText | None = None
+) -> ShellScript:
     """``text`` as commands; ``name`` is how the user calls it, ``known`` what the user states.
+
+    ``open_text`` gives the text of a file that ``source`` names, by its name and the folder that
+    the file has entered by then; without it none is read.
 
     Raises:
         ConfigError: a quotation mark is never closed, or there is more than can be read.
         ResourceError: what reads the syntax is not installed.
     """
-    reader = _Reader(text, name)
+    reader = _Reader(text, name, open_text=open_text)
     reader.run(reader.root.children, ShellState(known=known))
-    return ShellScript(tuple(reader.commands), reader.files, tuple(reader.unset))
+    return ShellScript(
+        tuple(reader.commands), reader.files, tuple(reader.unset), dict(reader.sourced)
+    )
+
+
+@dataclass(frozen=True)
+class Function:
+    """The body of a function, and the reader of the text that it stands in."""
+
+    reader: _Reader
+    body: Any
 
 
 class _Reader:
-    def __init__(self, text: str, name: str, outer: _Reader | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        name: str,
+        outer: _Reader | None = None,
+        open_text: OpenText | None = None,
+    ) -> None:
         text = _REMARKS.sub(lambda m: " " * len(m[0]), text.replace("\r\n", "\n"))
         self.name = name
         self.root = parse(text)
@@ -96,6 +123,8 @@ class _Reader:
         self.assumed = False
         self.cause = ""
         self.unset: dict[str, None] = outer.unset if outer else {}
+        self.open_text: OpenText | None = outer.open_text if outer else open_text
+        self.sourced: dict[str, bool] = outer.sourced if outer else {}
 
     # -- statements ------------------------------------------------------------------------------
 
@@ -159,7 +188,7 @@ class _Reader:
             return
         head = words[0].text
         if head in state.functions:
-            self.call(state.functions[head], words[1:], state)
+            self.call(state.functions[head], words, state)
         elif head == "eval" and len(words) > 1:
             self.text(words[1:], state)
         elif (at := _text_of_shell(words)) is not None:
@@ -178,9 +207,12 @@ class _Reader:
         elif head == "cd":
             self.enter_folder(words, state)
             return False
+        elif head in ("source", ".") and len(words) > 1:
+            return self.take_in(words, state)
         elif head == "shift":
-            if state.positional:
-                state.positional = state.positional[1:]
+            count = words[1].text if len(words) > 1 else "1"
+            if count.isdigit():
+                state.shift(int(count))
         elif head == "set" and len(words) > 1 and words[1].text == "--":
             state.positional = [merge_parts(_parts(word)) for word in words[2:]]
         elif head == "unset":
@@ -223,10 +255,52 @@ class _Reader:
             )
         )
 
-    def call(self, body: Any, arguments: list[Word], state: ShellState) -> None:
+    def take_in(self, words: list[Word], state: ShellState) -> bool:
+        """``source FILE``: its commands as if they stood here; whether it could be read."""
+        name = words[1].text
+        text = None
+        if not words[1].open and self.open_text is not None and self.depth < _DEEPEST:
+            text = self.open_text(name, state.folder)
+        self.sourced[name] = False
+        if text is None:
+            return False
+        try:
+            inner = _Reader(text, name, outer=self)
+        except ConfigError:  # not this shell's: what it sets is not known
+            return False
+        self.sourced[name] = True
         outer = state.positional
-        state.positional = [merge_parts(_parts(word)) for word in arguments]
-        self.statement(body, state)
+        if len(words) > 2:
+            state.positional = [merge_parts(_parts(word)) for word in words[2:]]
+        self.follow(inner, words[0].place, state)
+        state.positional = outer
+        if state.ended == "return":
+            state.ended = ""
+        return True
+
+    def follow(self, inner: _Reader, place: Place, state: ShellState) -> None:
+        """Reads another text in this one's state; its commands stand at ``place``."""
+        inner.depth = self.depth + 1
+        first = len(self.commands)
+        inner.run(inner.root.children, state)
+        self.move(first, place)
+
+    def move(self, first: int, place: Place) -> None:
+        """Commands from the ``first`` on stand in another text: here they stand at ``place``."""
+        for at in range(first, len(self.commands)):
+            found = self.commands[at]
+            moved = tuple(replace(word, place=place) for word in found.words)
+            self.commands[at] = replace(found, words=moved)
+
+    def call(self, function: Function, words: list[Word], state: ShellState) -> None:
+        outer = state.positional
+        state.positional = [merge_parts(_parts(word)) for word in words[1:]]
+        reader, first = function.reader, len(self.commands)
+        reader.depth, kept = self.depth, reader.depth
+        reader.statement(function.body, state)
+        reader.depth = kept
+        if reader is not self:
+            self.move(first, words[0].place)
         state.positional = outer
         if state.ended == "return":
             state.ended = ""
@@ -247,13 +321,7 @@ class _Reader:
             inner = _Reader("".join(pieces), self.name, outer=self)
         except ConfigError:
             return  # an odd quotation mark in what eval would read: no command to find
-        inner.depth = self.depth
-        first = len(self.commands)
-        inner.run(inner.root.children, state)
-        for at in range(first, len(self.commands)):
-            found = self.commands[at]
-            moved = tuple(replace(word, place=words[0].place) for word in found.words)
-            self.commands[at] = replace(found, words=moved)
+        self.follow(inner, words[0].place, state)
 
     # -- assignments -----------------------------------------------------------------------------
 
@@ -495,7 +563,7 @@ class _Reader:
     def define(self, node: Any, state: ShellState) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         if name is not None and body is not None:
-            state.functions[text_of_node(name)] = body
+            state.functions[text_of_node(name)] = Function(self, body)
 
     def within(self, node: Any, state: ShellState) -> None:
         """A subshell: what it sets stays within."""

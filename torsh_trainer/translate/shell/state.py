@@ -15,7 +15,7 @@ class ShellState:
     """Variables, arrays (index -> text), functions, and what holds around the next command.
 
     ``known`` are values that the user states: no assignment changes them. ``positional`` None:
-    the file's own arguments, which nobody has given. ``ended`` is ``exit``, ``return``,
+    the file's own arguments, which nobody has given, ``shifted`` by so many. ``ended`` is ``exit``, ``return``,
     ``break`` or ``continue`` once such a command has run.
     """
 
@@ -25,6 +25,7 @@ class ShellState:
     exported: dict[str, Place] = field(default_factory=dict)
     functions: dict[str, Any] = field(default_factory=dict)
     positional: list[Text] | None = None
+    shifted: int = 0
     folder: str = ""
     conditions: tuple[str, ...] = ()
     rounds: tuple[tuple[str, str], ...] = ()
@@ -46,14 +47,27 @@ class ShellState:
 
     def lookup(self, name: str) -> Text | None:
         """The value of a variable, or of a parameter (``1``); None where nothing sets it."""
-        if name in self.known:
-            return (self.known[name],)
         if name.isdigit() and self.positional is not None:
             at = int(name) - 1
             return self.positional[at] if 0 <= at < len(self.positional) else ()
+        if name in self.known:
+            return (self.known[name],)
         if name in self.arrays:
             return self.arrays[name].get("0", ())
         return self.values.get(name)
+
+    def name_argument(self, name: str) -> str:
+        """The name that a user knows an argument of the file by: the third after two shifts."""
+        if self.shifted and name.isdigit() and name != "0" and self.positional is None:
+            return str(int(name) + self.shifted)
+        return name
+
+    def shift(self, count: int) -> None:
+        """``shift COUNT``."""
+        if self.positional is None:
+            self.shifted += count
+        elif count <= len(self.positional):
+            self.positional = self.positional[count:]
 
     def assign(self, name: str, text: Text) -> None:
         """Sets a variable, unless the user states its value."""
@@ -81,7 +95,7 @@ class ShellState:
             self.exported |= state.exported
         folders = {state.folder for state in states}
         self.folder = folders.pop() if len(folders) == 1 else self.folder
-        self.positional = states[0].positional
+        self.positional, self.shifted = states[0].positional, states[0].shifted
 
 
 def _common(texts: Sequence[Text | None], name: str, cause: str) -> Text:
