@@ -52,9 +52,13 @@ def rerun(argv: Sequence[str]) -> int:
 
 
 def verify(argv: Sequence[str]) -> int:
-    """The verb ``verify +recipe=NAME strategies=[...] [overrides]``, or ``--source FILE``."""
+    """The verb ``verify +recipe=NAME strategies=[...]``, or with ``--source``, ``--command``."""
     if any(word.partition("=")[0] == "--source" for word in argv):
         return _prove(argv)
+    if any(word.partition("=")[0] == "--command" for word in argv):
+        from torsh_trainer.dropin.verifying import main as verify_command
+
+        return verify_command(argv)
     line = command_line.parse(argv, verb="verify")
     # Imported late, as Hydra is below: --help needs neither.
     from torsh_trainer.config import verifying

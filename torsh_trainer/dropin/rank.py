@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_trainer.dropin import alias
+from torsh_trainer.dropin.recorded import recording
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TrainingError
 
@@ -88,6 +89,7 @@ def _run(job: ScriptJob, file: str) -> None:
     root = str(Path(__file__).parents[2])
     known = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(alias.SHIM), *known, root])
+    recording.start(is_torch_here=True, leave=sys.exit)
     code = compile(Path(file).read_bytes(), file, "exec")
     exec(code, main.__dict__)  # the user's script is what this process is for
 

@@ -15,8 +15,8 @@ class ShellState:
     """Variables, arrays (index -> text), functions, and what holds around the next command.
 
     ``known`` are values that the user states: no assignment changes them. ``positional`` None:
-    the file's own arguments, which nobody has given, ``shifted`` by so many. ``ended`` is ``exit``, ``return``,
-    ``break`` or ``continue`` once such a command has run.
+    the file's own arguments, which nobody has given, ``shifted`` by so many. ``ended`` is
+    ``exit``, ``return``, ``break`` or ``continue`` once such a command has run.
     """
 
     known: Mapping[str, str] = field(default_factory=dict)
