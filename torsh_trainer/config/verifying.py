@@ -40,6 +40,11 @@ samples, and says which quantity parts first, where, and by which rule; without 
 built-in model. Takes the options of translate: --world-size (2), --mode, --context,
 --source-version, --set, --lenient.
 
+python -m torsh_trainer verify --command 'horovodrun -np 2 python train.py' [--steps 20]
+
+Runs your own line under its engine, then by drop-in, and compares every step; verify --command
+LINE --help says more.
+
 Writes a table, verify.json and verify.html. Exit code: 0 within bounds, 12 a bound is broken,
 11 a strategy refuses the recipe, 1 an engine is missing, 2 your input, 3 a run failed."""
 
