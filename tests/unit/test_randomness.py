@@ -327,8 +327,9 @@ def test_what_has_no_key_draws_by_micro_batch_and_is_named_once(model, words, ca
 
 def test_a_process_that_has_compiled_names_the_same(caplog, monkeypatch):
     monkeypatch.setattr(kernels, "_asks", torch.compiler.disable(kernels._ask))
+    x = torch.randn(8, 8, 8)
     with caplog.at_level(logging.WARNING), SampleDraws(PACKED, CPU).of(micro_batch(count=8)):
-        PACKED(torch.randn(8, 8, 8))
+        PACKED(x)
     (record,) = caplog.records
     assert "bernoulli_ in memory (LSTM) cannot be drawn by" in record.getMessage()
 

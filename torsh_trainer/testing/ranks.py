@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 import torch
@@ -210,10 +210,28 @@ class RankPool:
 
 @cache
 def shared_pool(world_size: int, device: str = "cpu", options: CommOptions = OPTIONS) -> RankPool:
-    """The pool of that kind that all tests of this process share; it ends with the process."""
-    pool = RankPool(world_size, device=device, options=options)
+    """The pool of that kind that all tests of this process share; it ends with the process.
+
+    Its ranks rest while others are at work, and start anew when it is used again.
+    """
+    pool = _SharedPool(world_size, device=device, options=options)
     atexit.register(pool.close)
     return pool
+
+
+class _SharedPool(RankPool):
+    """One of the pools of this process, of which not too many ranks live at a time."""
+
+    _used: ClassVar[list[_SharedPool]] = []
+    """Those with ranks, the last used last."""
+
+    def run(self, case: Callable[..., Any], *args: Any, timeout_s: float = 480.0) -> list[Any]:
+        used = _SharedPool._used
+        used[:] = [pool for pool in used if pool is not self and pool.pids]
+        while used and self.world_size + sum(pool.world_size for pool in used) > _MOST_RANKS:
+            used.pop(0).close()
+        used.append(self)
+        return super().run(case, *args, timeout_s=timeout_s)
 
 
 def torchrun_variables(world: World, store_port: int) -> dict[str, str]:
@@ -230,9 +248,13 @@ def torchrun_variables(world: World, store_port: int) -> dict[str, str]:
     }
 
 
-_MOST_GROUPS = 12
+_MOST_GROUPS = 6
 """A group that a case made stays, with a thread that looks for work a hundred times a second: ranks
 with 70 of them take a third of a core while they wait. With more than so many, others follow."""
+
+_MOST_RANKS = 8
+"""Of all shared pools of a process, for the same reason: 115 waiting ranks took a third of two
+cores from those at work."""
 
 
 class _Answer(NamedTuple):
