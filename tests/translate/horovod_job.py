@@ -122,3 +122,22 @@ SLICED = changed(
 AMP = changed(
     ("        loss = F", "        with torch.autocast('cpu', dtype=torch.{}):\n          loss = F")
 )
+
+
+BY_HAND = """\
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+for x in range(3):
+    optimizer.zero_grad()
+    model(torch.rand(3, 4)).sum().backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            hvd.allreduce_(parameter.grad)
+    optimizer.step()
+"""
+"""Gradients that the script reduces itself."""

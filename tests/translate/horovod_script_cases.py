@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from horovod_job import (
     AMP,
+    BY_HAND,
     DECAY,
     LATER,
     SCRIPT,
@@ -190,6 +191,13 @@ SCRIPT_CASES: list[Case] = [
         "broadcast_optimizer_state",
         "emulated",
         {"trainer.phantom_lr": 0.02},
+    ),
+    (
+        "unused.by-hand",
+        script(BY_HAND),
+        "unused parameters",
+        "exact",
+        {"strategy.find_unused_parameters": True},
     ),
     ("start.buffers", script(SCRIPT), "buffers", "exact", {"strategy.broadcast_buffers": False}),
     (

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from torsh_trainer.testing import TranslatorContract
 from torsh_trainer.testing.translator import Sample
-from torsh_trainer.translate.deepspeed.translator import DeepSpeedTranslator
+from torsh_trainer.translate.deepspeed.engine import DeepSpeedTranslator
 from torsh_trainer.translate.horovod.translator import HorovodTranslator
 from torsh_trainer.translate.launch.translator import LaunchTranslator
 

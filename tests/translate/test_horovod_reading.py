@@ -16,7 +16,7 @@ from torsh_trainer.translate import report
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.engines import translator_of, work_of
 from torsh_trainer.translate.horovod.job import Options
-from torsh_trainer.translate.horovod.translator import original, translate
+from torsh_trainer.translate.horovod.translator import HorovodTranslator, original, translate
 
 SCRIPT = """\
 import argparse
@@ -188,10 +188,13 @@ def test_a_rate_for_each_process_needs_no_number_of_processes(job, tmp_path):
 
 def test_what_reading_cannot_tell_is_named_with_its_line_and_stated_by_set(write, capsys):
     path = write(SCRIPT, "train.py")
-    with pytest.raises(ConfigError) as caught:
-        translate(path, Options(world_size=2))
-    assert f"{path}:18:26: optimizer.lr=" in str(caught.value)
-    assert "--set optimizer.lr=VALUE" in caught.value.fix
+    [fact] = translate(path, Options(world_size=2)).facts
+    assert (fact.name, fact.line) == ("optimizer.lr", 18)
+    assert "train.py:18" in fact.used
+    assert main(["translate", str(path), "--world-size", "2"]) == 13
+    assert "--set optimizer.lr=VALUE" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"is not known: optimizer\.lr"):
+        HorovodTranslator().content(path, TranslationRequest(world_size=2))
     for name, value in (("optimizer.lr", "0.3"), ("rate", "0.3"), (ast_text(UNTOLD), "true")):
         plan = translate(path, Options(world_size=2, settings={name: value}))
         assert plan.values["optimizer.lr"] == pytest.approx(0.3 if value == "0.3" else 0.02)
@@ -211,9 +214,9 @@ def test_a_call_under_a_condition_that_cannot_be_told_is_named(write):
         "        if fresh():\n            hvd.broadcast_optimizer_state",
     )
     path = write(text, "train.py")
-    with pytest.raises(ConfigError, match=r"hangs on 'fresh\(\)'") as caught:
-        translate(path, Options(world_size=2))
-    assert "--set 'fresh()=true'" in caught.value.fix
+    [fact] = translate(path, Options(world_size=2)).facts
+    assert fact.name == "fresh()"
+    assert "calling broadcast_optimizer_state" in fact.used
     without = translate(path, Options(world_size=2, settings={"fresh()": "false"}))
     assert "trainer.phantom_lr" not in without.values
 
@@ -323,8 +326,9 @@ def test_lenient_passes_over_what_horovod_passes_over(write):
 WRONG_SCRIPTS = {
     "import horovod.torch as hvd\nprint 'x'": "2:1: this Python cannot parse it",
     "import horovod.tensorflow as hvd\n": "imports horovod.tensorflow",
-    "print(1)\n": "does not import horovod.torch",
-    "import horovod.torch as hvd\nhvd.init()\n": "never calls hvd.DistributedOptimizer",
+    "print(1)\n": "is no job on Horovod",
+    "import horovod\n": "does not import horovod.torch",
+    "import horovod.torch as hvd\nhvd.init()\n": "nothing in it calls hvd.DistributedOptimizer",
     SCRIPT.replace("compression=compression", "op=hvd.Mean"): "op should be one of average",
     SCRIPT.replace("compression=compression", "reduction=1"): "takes no 'reduction'",
     SCRIPT.replace("AdamW(model", "build(model"): "where the optimizer is made cannot be told",

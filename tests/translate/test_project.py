@@ -66,8 +66,9 @@ def test_a_table_has_a_line_for_every_job_and_no_other(project, capsys):
         "configs/alone.json",
     ]
     assert "--nproc_per_node" in out
-    assert "say what is missing: GPUS" in out
-    assert "without a translation: optimizer.type" in out
+    below = out.partition("missing, and only you know it:")[2]
+    assert re.search(r"^GPUS +scripts/run.sh:3", below, re.MULTILINE)
+    assert "1 refused" in out
 
 
 def test_a_page_and_json_hold_every_job(project, tmp_path, capsys):

@@ -70,6 +70,12 @@ def prove(
     if translation.world_size is None:
         work = replace(work, asked=replace(asked, world_size=_RANKS))
         translation = work.translate()
+    if translation.facts:
+        names = [fact.name for fact in translation.facts]
+        raise ConfigError(
+            f"{translation.source}: missing, and only you know it: {', '.join(names)}",
+            fix=" ".join(f"--set {name}=VALUE" for name in names),
+        )
     refused = [f"{f.key}: {f.why}" for f in translation.findings if f.verdict == "refused"]
     if refused:
         print("not tried, since this has no translation:", *refused, sep="\n  ")

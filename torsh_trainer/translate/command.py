@@ -19,6 +19,7 @@ from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.horovod import versions as horovod_versions
 from torsh_trainer.translate.plan import RECIPE, Plan
 from torsh_trainer.translate.project import read_project
+from torsh_trainer.translate.reading import is_folder
 from torsh_trainer.translate.recipe import recipe_of
 from torsh_trainer.translate.table import table_of, table_of_project
 from torsh_trainer.utils.files import write_text
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             "translate wants a file", fix="name it, or give --command 'horovodrun ...'"
         )
     request = request_of(options)
-    if options.file is not None and Path(options.file).is_dir():
+    if options.file is not None and is_folder(Path(options.file)):
         return _translate_project(Path(options.file), request, options)
     plans = work_of(options.file or "", request).translate_jobs()
     for number, plan in enumerate(plans, 1):

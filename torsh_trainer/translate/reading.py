@@ -93,6 +93,11 @@ def exists(path: Path) -> bool:
         return False
 
 
+def is_folder(path: Path) -> bool:
+    """There is a folder of that name."""
+    return exists(path) and path.is_dir()
+
+
 def _read_dict(source: Mapping[str, Any]) -> Node:
     try:
         return node_of(source)

@@ -266,7 +266,7 @@ TRANSLATORS = PluginKind(
     "torsh_trainer.translators",
     "translator",
     {
-        "deepspeed": "torsh_trainer.translate.deepspeed.translator:DeepSpeedTranslator",
+        "deepspeed": "torsh_trainer.translate.deepspeed.engine:DeepSpeedTranslator",
         "horovod": "torsh_trainer.translate.horovod.translator:HorovodTranslator",
         "launch": "torsh_trainer.translate.launch.translator:LaunchTranslator",
     },

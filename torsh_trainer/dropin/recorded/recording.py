@@ -116,13 +116,13 @@ class Recorder:
                 found.append(_describe(parameter if value is None else value))
             return found
 
-        def recorded_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        def record_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             if self._step == 0 and not self._losses:
                 self._write({"step": 0, "parameters": parameters()})
             self._losses.append(float(loss.detach()))
             return backward(loss, *args, **kwargs)
 
-        def recorded_step(*args: Any, **kwargs: Any) -> Any:
+        def record_step(*args: Any, **kwargs: Any) -> Any:
             is_update = engine.is_gradient_accumulation_boundary()
             rates = [float(rate) for rate in engine.get_lr()]
             result = step(*args, **kwargs)
@@ -132,7 +132,7 @@ class Recorder:
                 self._end_step(grad_norm=norm, lr=rates, parameters=parameters())
             return result
 
-        engine.backward, engine.step = recorded_backward, recorded_step
+        engine.backward, engine.step = record_backward, record_step
 
     # -- lines -----------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.horovod.versions import NEWEST
 from torsh_trainer.translate.nodes import Place
+from torsh_trainer.translate.plan import Fact
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script", "elastic.run")
@@ -77,7 +78,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class HorovodJob:
-    """What the rules look at. ``script``: a training script has been read."""
+    """What the rules look at. ``script``: a training script has been read. ``facts`` are missing;
+    ``files`` are others that were read."""
 
     name: str
     options: Options
@@ -85,6 +87,8 @@ class HorovodJob:
     warnings: tuple[str, ...] = ()
     world_size: int | None = None
     script: bool = False
+    facts: tuple[Fact, ...] = ()
+    files: tuple[str, ...] = ()
 
     def leaf(self, name: str) -> Leaf | None:
         """The leaf of that name that counts."""

@@ -136,6 +136,12 @@ fixed_rule(
 fixed_rule("script.init", "exact", "every process finds its place by itself")
 
 
+@rule("unused.by-hand", "Parameters without a gradient, where the script reduces gradients itself.")
+def _judge_unused_by_hand(job: HorovodJob, leaf: Leaf) -> Outcome:
+    why = "a parameter that no loss reaches has no gradient to reduce, and is not stepped"
+    return exact(why, strategy__find_unused_parameters=True)
+
+
 @rule("script.run", "A script that starts its processes itself.")
 def _run(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value == job.world_size:

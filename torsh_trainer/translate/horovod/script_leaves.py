@@ -6,39 +6,27 @@ import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.translate.horovod import script
 from torsh_trainer.translate.horovod.job import Leaf, PerProcess, Problem
 from torsh_trainer.translate.horovod.script import Event, ScriptReading
-from torsh_trainer.translate.horovod.values import ImportedName, Thing, Unknown, is_number, is_plain
 from torsh_trainer.translate.horovod.yaml_files import ARGUMENTS, argument_problem, plain_name
 from torsh_trainer.translate.nodes import Place
+from torsh_trainer.translate.plan import Fact
+from torsh_trainer.translate.python.project import ScriptProject
+from torsh_trainer.translate.python.torch_calls import name_positional
+from torsh_trainer.translate.python.values import ImportedName, Thing, Unknown, is_number, is_plain
+
+WORLD_SIZE = "world_size"
+"""The name of the fact that the number of processes is missing."""
 
 _PROBED = (2, 4, 6)
 """Numbers of processes to read a script for where nobody states one."""
 
-_POSITIONAL: Mapping[str, tuple[str, ...]] = {
-    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-    "Adam": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
-    "AdamW": ("lr", "betas", "eps", "weight_decay", "amsgrad"),
-    "RMSprop": ("lr", "alpha", "eps", "weight_decay", "momentum", "centered"),
-    "Adagrad": ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"),
-    "StepLR": ("step_size", "gamma"),
-    "MultiStepLR": ("milestones", "gamma"),
-    "ExponentialLR": ("gamma",),
-    "CosineAnnealingLR": ("T_max", "eta_min"),
-    "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
-    "LinearLR": ("start_factor", "end_factor", "total_iters"),
-    "ConstantLR": ("factor", "total_iters"),
-    "PolynomialLR": ("total_iters", "power"),
-    "OneCycleLR": ("max_lr", "total_steps"),
-    "LambdaLR": ("lr_lambda",),
-    "MultiplicativeLR": ("lr_lambda",),
-    "ReduceLROnPlateau": ("mode", "factor", "patience"),
-}
-"""Names of the arguments that stand without one."""
+_REDUCES = ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce_")
 
 _OWN_CALLS = {
     "allreduce": "script.communication",
@@ -68,11 +56,14 @@ _OWN_CALLS = {
 
 @dataclass(frozen=True)
 class Read:
-    """The leaves of a script, what is wrong with it, and which ``--set`` were of use."""
+    """The leaves of a script, what is wrong with it, and which ``--set`` were of use; ``facts`` are
+    what only the user knows, ``files`` the modules of its project that were read with it."""
 
     leaves: tuple[Leaf, ...]
     problems: tuple[Problem, ...]
     used: frozenset[str]
+    facts: tuple[Fact, ...] = ()
+    files: tuple[str, ...] = ()
 
 
 def read(
@@ -83,24 +74,37 @@ def read(
     size: int | None,
     arguments: Mapping[str, Any],
     settings: Mapping[str, Any],
+    path: Path | None = None,
 ) -> Read:
     """The leaves of the script ``text`` on ``size`` processes (None: not known).
 
-    ``arguments`` are those of its command line by option; ``settings`` what ``--set`` states.
+    ``arguments`` are those of its command line by option; ``settings`` what ``--set`` states;
+    ``path`` is where it lies, for the modules of its project.
 
     Raises:
         ConfigError: it cannot be parsed, or is not for Horovod and torch.
     """
     tree = script.parse(text, name=name)
     wrapped = _wrappers(tree)
+    project = None if path is None else ScriptProject(path)
 
     def once(processes: int) -> Read:
-        reading = script.read(tree, size=processes, arguments=arguments, known=settings, name=name)
-        return _Leaves(reading, settings, file, name).read(wrapped)
+        reading = script.read(
+            tree,
+            size=processes,
+            arguments=arguments,
+            known=settings,
+            name=name,
+            find_module=None if project is None else project.find_module,
+            find_file=None if project is None else project.find_file,
+        )
+        found = _Leaves(reading, settings, file, name).read(wrapped)
+        files = () if project is None else (*project.opened, *map(str, project.files))
+        return replace(found, files=files)
 
     if size is not None:
         return once(size)
-    return _for_any_size([once(processes) for processes in _PROBED], file)
+    return _for_any_size([once(processes) for processes in _PROBED], file or Path(name).name)
 
 
 def _wrappers(tree: ast.Module) -> list[Place]:
@@ -121,7 +125,7 @@ def _for_any_size(reads: Sequence[Read], file: str) -> Read:
     if any(read.problems for read in reads):
         return first
     leaves: list[Leaf] = []
-    problems: list[Problem] = []
+    facts, sized = list(first.facts), list[str]()
     same = all(_shape(read) == _shape(first) for read in others)
     for row in zip(*(read.leaves for read in reads), strict=False) if same else ():
         values = [leaf.value for leaf in row]
@@ -130,12 +134,16 @@ def _for_any_size(reads: Sequence[Read], file: str) -> Read:
         elif row[0].name == "optimizer.lr" and _linear(values):
             leaves.append(replace(row[0], value=PerProcess(values[0] / _PROBED[0])))
         else:
-            what = f"{row[0].key} hangs on the number of processes"
-            problems.append(Problem(file, row[0].place, what, "state it: --world-size N"))
+            sized.append(f"{row[0].key} ({row[0].file or file}:{row[0].place.line})")
     if not same:
-        what = "what this script does hangs on the number of processes"
-        problems.append(Problem(file, Place(1, 1), what, "state it: --world-size N"))
-    return Read(tuple(leaves), tuple(problems), first.used)
+        sized.append("what this script does")
+    if sized and not any(fact.value == "FILE" for fact in facts):
+        facts.append(_ask_for_size(", ".join(sized[:3])))
+    return replace(first, leaves=tuple(leaves), problems=(), facts=tuple(facts))
+
+
+def _ask_for_size(where: str) -> Fact:
+    return Fact(WORLD_SIZE, where, "processes of the job: machines times GPUs of each", 1, "N")
 
 
 def _shape(read: Read) -> list[tuple[str, Place]]:
@@ -154,6 +162,8 @@ class _Leaves:
         self.reading, self.settings, self.file, self.name = reading, settings, file, name
         self.leaves: list[Leaf] = []
         self.problems: list[Problem] = []
+        self.facts: dict[str, Fact] = {}
+        self.reduced_by_hand: list[Event] = []
         self.used = set(reading.used)
 
     def read(self, wrapped: Sequence[Place]) -> Read:
@@ -166,7 +176,11 @@ class _Leaves:
         self.precision()
         self.schedule()
         self.others()
-        return Read(tuple(self.leaves), tuple(self.problems), frozenset(self.used))
+        facts = tuple(self.facts.values())
+        missing = self.reading.all("load.missing")
+        if facts and missing:  # what it holds answers the rest
+            facts = (self.fact_of_file(missing[0]),)
+        return Read(tuple(self.leaves), tuple(self.problems), frozenset(self.used), facts)
 
     # -- what Horovod is asked for ---------------------------------------------------------------
 
@@ -178,8 +192,8 @@ class _Leaves:
                 what = "DistributedOptimizer is called where reading does not get to"
                 fix = "call it in a function that the script calls, or translate its arguments"
                 self.problem(place, what, fix)
-        if not wrapped:
-            what = "the script never calls hvd.DistributedOptimizer: nothing is reduced"
+        if not wrapped and not events and not self.reduces_by_hand():
+            what = "nothing in it calls hvd.DistributedOptimizer, or reduces gradients"
             self.problem(Place(1, 1), what, "name the script that trains")
         for event in events[1:]:
             self.add("DistributedOptimizer", "several", True, event, "optimizer.several")
@@ -192,7 +206,7 @@ class _Leaves:
             dotted = f"DistributedOptimizer.{key}"
             if key not in ARGUMENTS:
                 what = f"DistributedOptimizer for torch takes no {key!r}"
-                self.problem(event.place, what, "remove it")
+                self.problem_at(event, what, "remove it")
             elif key in ("named_parameters", "process_set") or (
                 key == "groups" and not is_plain(value)
             ):
@@ -201,22 +215,43 @@ class _Leaves:
                 value = as_written(value) if isinstance(value, ImportedName) else value
                 self.argument(dotted, key, value, event)
 
+    def reduces_by_hand(self) -> bool:
+        """Whether the script reduces gradients itself, which it then says."""
+        for event in self.reading.events:
+            if event.what in _REDUCES and event.facts.get("of_gradient"):
+                op = event.facts.get("op")
+                average = event.facts.get("average", True)
+                name = op.dotted.rpartition(".")[2] if isinstance(op, ImportedName) else "Average"
+                value = "average" if name == "Average" and average is not False else name.lower()
+                file = event.file or self.file
+                note = "the script reduces them itself; what else it does to them is your task's"
+                leaf = Leaf(f"hvd.{event.what}", "op", value, event.place, "op", file, note=note)
+                self.leaves.append(leaf)
+                self.reduced_by_hand.append(event)
+                self.add("unused parameters", "unused", "not stepped", event, "unused.by-hand")
+                for step in self.reading.all("optimizer.step")[:1]:
+                    key = "backward passes of a step"
+                    self.add(key, "backward_passes_per_step", self.passes, step, "passes")
+                return True
+        return False
+
     def argument(self, dotted: str, key: str, value: Any, event: Event) -> None:
         known = self.find_value(dotted, value, event)
         if known is None:
             return
         wrong = argument_problem(key, known[0])
         if wrong:
-            self.problem(event.place, wrong, "correct the value")
+            self.problem_at(event, wrong, "correct the value")
             return
         named = plain_name(key, known[0])
-        leaf = Leaf(dotted, key, named, event.place, ARGUMENTS[key], self.file, note=known[1])
+        file = event.file or self.file
+        leaf = Leaf(dotted, key, named, event.place, ARGUMENTS[key], file, note=known[1])
         self.leaves.append(leaf)
 
     def optimizer(self) -> None:
         events = self.reading.all("optimizer")
         if not events:
-            if self.leaves:
+            if self.reading.all("DistributedOptimizer"):
                 what = "where the optimizer is made cannot be told by reading"
                 fix = "give it: --set optimizer=SGD --set optimizer.lr=0.1, and so on"
                 self.set_optimizer(what, fix)
@@ -233,9 +268,9 @@ class _Leaves:
         parameters = args[0] if args else named.pop("params", None)
         if isinstance(parameters, list):
             self.add("optimizer.params", "param_groups", len(parameters), event, "optimizer.groups")
-        for name, value in {**_positional(kind, args[1:]), **named}.items():
+        for name, value in {**name_positional(kind, args[1:]), **named}.items():
             if name == "**":
-                self.problem(event.place, f"{value.text} cannot be told", "write it out")
+                self.problem_at(event, f"{value.text} cannot be told", "write it out")
                 continue
             self.add(f"optimizer.{name}", f"optimizer.{name}", value, event, _rule_of(name))
 
@@ -243,7 +278,7 @@ class _Leaves:
         """An optimizer that only ``--set`` tells of."""
         event = self.reading.all("DistributedOptimizer")[0]
         if "optimizer" not in self.settings:
-            self.problem(event.place, what, fix)
+            self.problem_at(event, what, fix)
             return
         for key, value in self.settings.items():
             if key == "optimizer" or key.startswith("optimizer."):
@@ -281,6 +316,9 @@ class _Leaves:
         """Backward passes of a step."""
         wrappers = self.reading.all("DistributedOptimizer")
         said = wrappers[0].facts.get("backward_passes_per_step", 1) if wrappers else 1
+        steps = self.reading.all("optimizer.step")
+        if not wrappers and steps:  # gradients that are reduced by hand add up until then
+            said = steps[0].every
         return self.settings.get("DistributedOptimizer.backward_passes_per_step", said)
 
     # -- data and loss ---------------------------------------------------------------------------
@@ -352,6 +390,7 @@ class _Leaves:
                     continue
                 order = list(self.reading.events)
                 done = self.reading.all("optimizer.synchronize")
+                done += self.reduced_by_hand
                 late = bool(done) and order.index(done[0]) < order.index(event)
                 rule = "clip" if late else "clip.early"
                 self.add(f"{what}_", what, event.facts.get("max_norm"), event, rule)
@@ -390,7 +429,7 @@ class _Leaves:
         event = events[0]
         kind = event.facts["class"]
         self.add("scheduler", "scheduler", kind, event, "schedule.type")
-        options = {**_positional(kind, event.facts["args"][1:]), **event.facts["named"]}
+        options = {**name_positional(kind, event.facts["args"][1:]), **event.facts["named"]}
         for name, value in options.items():
             if name == "optimizer":
                 continue
@@ -415,14 +454,14 @@ class _Leaves:
         each = bool(inner) and step.loops[-1:] == inner[-1:]
         if each and updates and updates[0].every != step.every:
             what = f"the scheduler steps {updates[0].every} times with every step of the optimizer"
-            self.problem(step.place, what, "step it where the optimizer steps")
+            self.problem_at(step, what, "step it where the optimizer steps")
             return
         value = "step" if each else "epoch"
         self.add("scheduler.step", "interval", value, step, "schedule.interval")
 
     def others(self) -> None:
         for event in self.reading.events:
-            if event.what in _OWN_CALLS:
+            if event.what in _OWN_CALLS and not event.facts.get("of_gradient"):
                 rule = _OWN_CALLS[event.what]
                 self.add(f"hvd.{event.what}", event.what, True, event, rule)
             elif event.what == "horovod.run":
@@ -438,10 +477,9 @@ class _Leaves:
             return True
         if not event.under:
             what = f"{doing} happens in every {event.every} rounds, and a step has {self.passes}"
-            self.problem(event.place, what, "make them one number, the backward passes of a step")
+            self.problem_at(event, what, "make them one number, the backward passes of a step")
             return False
-        what = f"{doing} hangs on {event.under!r}, which cannot be told by reading"
-        self.problem(event.place, what, f"state it: --set '{event.under}=true' (or false)")
+        self.ask(event.under, doing, event, "whether this holds when you train: true or false")
         return False
 
     def find_value(self, key: str, value: Any, event: Event) -> tuple[Any, str] | None:
@@ -452,15 +490,33 @@ class _Leaves:
         if is_plain(value):
             return list(value) if isinstance(value, tuple) else value, ""
         text = value.text if isinstance(value, Unknown) else as_written(value)
-        what = f"{key}={text} cannot be told by reading"
-        self.problem(event.place, what, f"give it: --set {key}=VALUE")
+        self.ask(key, f"{key}={text}", event, "what it is when you train: print it there")
         return None
+
+    def fact_of_file(self, event: Event) -> Fact:
+        """A configuration that the script reads, and that is not here."""
+        path = event.facts["path"]
+        where = f"{event.file or self.file or self.name}:{event.place.line}"
+        look = "the file that your line names there"
+        if event.facts["is_known"]:
+            look = "it is not here, or beside the script: say where"
+            path = repr(path)
+        return Fact(path, f"it is read ({where})", look, event.place.line, "FILE")
+
+    def ask(self, name: str, used: str, event: Event, look: str) -> None:
+        """Enters a question, once for each name."""
+        where = f"{used[:80]} ({event.file or self.file or self.name}:{event.place.line})"
+        self.facts.setdefault(name, Fact(name, where, look, event.place.line))
 
     def add(self, key: str, name: str, value: Any, event: Event, rule: str) -> None:
         known = self.find_value(key, value, event)
         if known is not None:
             value, note = known
-            self.leaves.append(Leaf(key, name, value, event.place, rule, self.file, note=note))
+            file = event.file or self.file
+            self.leaves.append(Leaf(key, name, value, event.place, rule, file, note=note))
+
+    def problem_at(self, event: Event, what: str, fix: str) -> None:
+        self.problems.append(Problem(event.file or self.file, event.place, what, fix))
 
     def problem(self, place: Place, what: str, fix: str) -> None:
         self.problems.append(Problem(self.file, place, what, fix))
@@ -473,11 +529,6 @@ def as_written(value: Any) -> Any:
     if isinstance(value, Unknown):
         return value.text
     return value.dotted if isinstance(value, ImportedName) else getattr(value, "kind", "...")
-
-
-def _positional(kind: str, args: Sequence[Any]) -> dict[str, Any]:
-    names = _POSITIONAL.get(kind, ("lr",))
-    return dict(zip(names, args, strict=False))
 
 
 def _rule_of(option: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,8 +13,9 @@ from torsh_trainer.translate import yaml_places
 from torsh_trainer.translate.horovod import launch, script_leaves, yaml_files
 from torsh_trainer.translate.horovod.job import ELASTIC, HorovodJob, Leaf, Options, Problem, refuse
 from torsh_trainer.translate.horovod.launch import Launch
+from torsh_trainer.translate.plan import Fact
+from torsh_trainer.translate.python.arguments import read_setting, read_words
 from torsh_trainer.translate.reading import text_of
-from torsh_trainer.translate.shell.words import Word
 
 Sort = Literal["launch", "config", "wrapper", "environment", "script"]
 """What a file of Horovod's is."""
@@ -25,6 +25,7 @@ READS = (
     "arguments of DistributedOptimizer as YAML, or a Python script that imports horovod.torch"
 )
 _ENVIRONMENT = re.compile(r"^\s*(export\s+)?HOROVOD_\w+=", re.MULTILINE)
+_IMPORTS = re.compile(r"^\s*(?:from\s+horovod\b|import\s[^#\n]*\bhorovod\b)", re.MULTILINE)
 _PYTHON = re.compile(r"^#!.*\bpython|^\s*(import|from)\s+horovod\b", re.MULTILINE)
 
 
@@ -33,7 +34,7 @@ def sort_of(path: Path, text: str) -> Sort | None:
     if path.suffix.lower() == ".json":
         return None
     if path.suffix == ".py" or _PYTHON.search(text):
-        return "script" if "horovod" in text or path.suffix == ".py" else None
+        return "script" if _IMPORTS.search(text) else None
     if path.suffix.lower() in (".yaml", ".yml"):
         return _sort_of_yaml(path, text)
     if launch.launches(text):
@@ -77,7 +78,7 @@ def job_of(source: str | Path, options: Options) -> HorovodJob:
 class _Reading:
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.settings = {name: _value(text) for name, text in options.settings.items()}
+        self.settings = {name: read_setting(text) for name, text in options.settings.items()}
         self.leaves: list[Leaf] = []
         self.problems: list[Problem] = []
         self.used: set[str] = set()
@@ -85,6 +86,8 @@ class _Reading:
         self.pending: tuple[Path, str, str] | None = None
         self.started: Launch | None = None
         self.script = False
+        self.facts: tuple[Fact, ...] = ()
+        self.files: list[str] = []
 
     def read(self, sort: Sort, path: Path, text: str, file: str = "") -> None:
         if sort == "launch":
@@ -112,7 +115,7 @@ class _Reading:
         self.used |= {key for key in known if re.search(rf"\$\{{?{re.escape(key)}\b", text)}
         self.started = launch.read(text, name=name, known=known, file=file)
         self.take((self.started.leaves, self.started.problems))
-        self.arguments = _arguments(self.started.arguments)
+        self.arguments = read_words([word.text for word in self.started.arguments])
         if self.started.config_file is not None:
             path = self.find_needed("--config-file", self.started.config_file, beside)
             self.read("config", path, text_of(path), file=self.started.config_file)
@@ -148,7 +151,16 @@ class _Reading:
         leaves = _with_precedence(self.leaves)
         keys = [leaf.key for leaf in leaves]
         script_leaves.check_used(self.settings, frozenset(self.used), keys)
-        return HorovodJob(name, self.options, tuple(leaves), self.warnings, size, self.script)
+        return HorovodJob(
+            name,
+            self.options,
+            tuple(leaves),
+            self.warnings,
+            size,
+            self.script,
+            self.facts,
+            tuple(self.files),
+        )
 
     def world_size(self, name: str) -> int | None:
         stated = self.options.world_size
@@ -167,8 +179,10 @@ class _Reading:
             size=size,
             arguments=self.arguments,
             settings=self.settings,
+            path=path,
         )
         self.take((read.leaves, read.problems))
+        self.facts, self.files = read.facts, [*([str(path)] if file else []), *read.files]
         self.used |= read.used
         self.script = True
 
@@ -210,34 +224,6 @@ def _contradictions(leaves: Sequence[Leaf]) -> Iterator[Problem]:
         what = f"{count.key} {count.value} is more than the {slots} slots of "
         what += hosts.file or hosts.key
         yield Problem(count.file, count.place, what, "ask for fewer, or name more hosts")
-
-
-def _value(text: str) -> Any:
-    """What ``--set`` states: a Python literal, true, false, null, or the text itself."""
-    if text in ("true", "false", "null", "None"):
-        return {"true": True, "false": False}.get(text)
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _arguments(words: Sequence[Word]) -> dict[str, Any]:
-    """The script's command line: option -> word, true where none follows."""
-    found: dict[str, Any] = {}
-    for i, word in enumerate(words):
-        flag, equals, inline = word.text.partition("=")
-        if not flag.startswith("-") or _is_number(flag):
-            continue
-        following = words[i + 1].text if i + 1 < len(words) else "-"
-        alone = following.startswith("-") and not _is_number(following)
-        found[flag] = inline if equals else True if alone else following
-    return found
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"-?[\d.]+(e-?\d+)?", text) is not None
 
 
 def _with_precedence(leaves: Sequence[Leaf]) -> list[Leaf]:

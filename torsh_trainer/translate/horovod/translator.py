@@ -11,6 +11,7 @@ from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.horovod import rules_launch, rules_script, versions
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, Options, PerProcess
 from torsh_trainer.translate.horovod.rules import RULES, HorovodRule
+from torsh_trainer.translate.horovod.script_leaves import WORLD_SIZE
 from torsh_trainer.translate.horovod.source import READS, job_of, sort_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
@@ -70,9 +71,17 @@ def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
         values=values,
         findings=ledger.close(),
         warnings=job.warnings,
-        dtypes=_dtypes(job, values),
-        memory=_memory(job),
+        dtypes=() if job.facts else _dtypes(job, values),
+        memory=None if job.facts else _memory(job),
+        notes=_notes(job),
+        facts=job.facts,
+        files=job.files,
     )
+
+
+def _notes(job: HorovodJob) -> tuple[str, ...]:
+    names = [Path(name).name for name in job.files]
+    return (f"read with it: {', '.join(names)}",) if names else ()
 
 
 def _defaults(job: HorovodJob) -> Iterator[Leaf]:
@@ -144,6 +153,12 @@ def original(source: str | Path, options: Options = AS_IT_STANDS) -> dict[str, A
         ConfigError, ResourceError: as ``translate``.
     """
     job = job_of(source, options)
+    if job.facts:
+        names = [fact.name for fact in job.facts]
+        raise ConfigError(
+            f"{job.name}: something that only you know is not known: {', '.join(names)}",
+            fix=" ".join(f"--set {name}=VALUE" for name in names),
+        )
     wrapper = (
         "op",
         "compression",
@@ -216,11 +231,17 @@ def _make_options(asked: TranslationRequest) -> Options:
         raise ConfigError(
             f"--context {asked.context} is about DeepSpeed's files", fix="leave it out"
         )
+    settings = dict(asked.settings or {})
+    size = settings.pop(WORLD_SIZE, "")
+    if size and (not size.isdigit() or int(size) < 1):
+        raise ConfigError(
+            f"--set {WORLD_SIZE}={size} is no number of processes", fix="give 1 or more"
+        )
     return Options(
-        asked.world_size,
+        int(size) if size else asked.world_size,
         versions.parse(asked.version),
         asked.mode,
         asked.lenient,
-        asked.settings or {},
+        settings,
         asked.command,
     )

@@ -14,6 +14,11 @@ from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import keys, versions
 from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
 from torsh_trainer.translate.deepspeed.auto import list_needs
+from torsh_trainer.translate.deepspeed.script.planning import (
+    ScriptRequest,
+    is_deepspeed_script,
+    plan_script,
+)
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
 from torsh_trainer.translate.launch import trainer_arguments
@@ -36,7 +41,8 @@ from torsh_trainer.translate.launch.script_arguments import (
 )
 from torsh_trainer.translate.outcomes import Outcome, exact
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
-from torsh_trainer.translate.reading import Document
+from torsh_trainer.translate.python.arguments import read_words
+from torsh_trainer.translate.reading import Document, text_of
 from torsh_trainer.translate.shell.words import Word
 from torsh_trainer.utils.masking import MASK, is_secret, mask_text
 
@@ -130,7 +136,17 @@ def plan_job(
         job.configured = list_keys(document)
     if not job.family and _hands_file_to_trainer(job):
         job.family = "hugging-face"
-    return _Planning(job, asked, document).plan()
+    script = None if job.family else _find_deepspeed_script(job, finder)
+    return _Planning(job, asked, document, script).plan()
+
+
+def _find_deepspeed_script(job: LaunchJob, finder: FileFinder) -> Path | None:
+    """The script of the line, where it is here and makes an engine of DeepSpeed's."""
+    word = job.line.script
+    if word is None or word.holes or job.line.module or not word.text.endswith(".py"):
+        return None
+    path = finder.find(word.text, job.line.command.folder)
+    return path if path is not None and is_deepspeed_script(text_of(path)) else None
 
 
 def _hands_file_to_trainer(job: LaunchJob) -> bool:
@@ -199,9 +215,14 @@ class _Planning:
     """Collects the verdicts of one job."""
 
     def __init__(
-        self, job: LaunchJob, asked: TranslationRequest, document: Document | None
+        self,
+        job: LaunchJob,
+        asked: TranslationRequest,
+        document: Document | None,
+        script: Path | None,
     ) -> None:
-        self.job, self.asked, self.document = job, asked, document
+        self.job, self.asked, self.document, self.script = job, asked, document, script
+        self.script_notes: tuple[str, ...] = ()
         self.found = _Findings()
         self.own: list[StatedFlag] = []
 
@@ -209,11 +230,14 @@ class _Planning:
         job = self.job
         self.read_launchers()
         self.read_variables()
-        self.read_arguments()
-        self.read_defaults()
-        below = self.read_document()
         found = self.found
-        self.settle_strategy()
+        if self.script is not None:
+            below: Plan | None = self.read_script(self.script)
+        else:
+            self.read_arguments()
+            self.read_defaults()
+            below = self.read_document()
+            self.settle_strategy()
         found.settle()
         found.ask(set(job.facts))
         processes = found.values.get("launcher.num_processes")
@@ -382,6 +406,42 @@ class _Planning:
             StatedFlag(group, (Word(option, place),), place), outcome, "launch.default", given=False
         )
 
+    # -- the script ------------------------------------------------------------------------------
+
+    def read_script(self, script: Path) -> Plan:
+        """The findings of a script that makes an engine of DeepSpeed's, with the line's words."""
+        job = self.job
+        options = Options(
+            self.asked.world_size or job.world.processes,
+            versions.parse(self.asked.version),
+            self.asked.context,
+            self.asked.mode,
+            self.asked.lenient,
+        )
+        words = read_words([word.text for word in job.line.arguments])
+        request = ScriptRequest(words, job.settings, options, self.document, is_whole=False)
+        read = plan_script(script, request)
+        plan = read.plan
+        for said in job.arguments:
+            is_read = said.key in read.used or f"--{said.name}" in read.used
+            why = _OWN if _is_flag(said.key) else "a word for the script"
+            if is_read:
+                why = "the script reads it: what it decides stands below, else it is your task's"
+            self.found.take(said, Outcome("yours", why), "script.own")
+        for fact in plan.facts:
+            _ask(job, fact)
+        for finding in plan.findings:
+            file = finding.file or script.name
+            self.found.findings.append(replace(finding, file=file if finding.given else ""))
+            self.found.sets.append({})
+        values = dict(plan.values)
+        if not job.world.is_one_machine or job.line.is_kept or job.world.per_node == AUTO:
+            values.pop("launcher.num_processes", None)
+        self.found.choices.update(plan.choices)
+        self.found.values.update(values)
+        self.script_notes = plan.notes
+        return plan
+
     # -- the configuration of DeepSpeed ----------------------------------------------------------
 
     def read_document(self) -> Plan | None:
@@ -514,7 +574,10 @@ class _Planning:
         parts = [what]
         if self.job.family:
             parts.append(f"with {FAMILIES[self.job.family]}")
-        if below is not None and self.document is not None:
+        if self.script is not None:
+            taken = "" if below is None else below.taken_for
+            parts.append(taken.replace(", read and not executed", ""))
+        if below is not None and self.document is not None and self.script is None:
             named = (
                 "its flags"
                 if self.document.name == self.job.source
@@ -536,11 +599,12 @@ class _Planning:
                 "accelerate launch without --config_file reads its default_config.yaml, where "
                 "accelerate config has written one: add --config_file to have it read here"
             )
+        yield from self.script_notes
         if self.job.family:
             yield (
                 "the script itself was not read: its arguments were recognised by their names alone"
             )
-        elif self.job.line.script is not None:
+        elif self.job.line.script is not None and self.script is None:
             yield "the script itself was not read: its model, data and arguments stay its own"
         if not self.job.world.is_one_machine and not self.job.line.is_kept:
             yield "several machines: the command below is typed on each of them"

@@ -12,6 +12,7 @@ from typing import Any
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.deepspeed import auto, keys
+from torsh_trainer.translate.deepspeed.script.configuration import WORLD_SIZE
 from torsh_trainer.translate.horovod.translator import HorovodTranslator
 from torsh_trainer.translate.launch.configuration import NAMES, FileFinder
 from torsh_trainer.translate.launch.job import LaunchLine
@@ -326,7 +327,12 @@ class _LaunchFile:
         )
 
     def check_settings(self, jobs: Sequence[LaunchLine]) -> None:
-        known = {*auto.ARGUMENTS, *NAMES, *(key.dotted for key in keys.schema().values())}
+        known = {
+            *auto.ARGUMENTS,
+            *NAMES,
+            WORLD_SIZE,
+            *(key.dotted for key in keys.schema().values()),
+        }
         for line in jobs:
             known |= {
                 word.text.lstrip("-").replace("-", "_").partition("=")[0] for word in line.arguments

@@ -95,7 +95,7 @@ def read_script(
 
 
 @dataclass(frozen=True)
-class Function:
+class ShellFunction:
     """The body of a function, and the reader of the text that it stands in."""
 
     reader: _Reader
@@ -292,7 +292,7 @@ class _Reader:
             moved = tuple(replace(word, place=place) for word in found.words)
             self.commands[at] = replace(found, words=moved)
 
-    def call(self, function: Function, words: list[Word], state: ShellState) -> None:
+    def call(self, function: ShellFunction, words: list[Word], state: ShellState) -> None:
         outer = state.positional
         state.positional = [merge_parts(_parts(word)) for word in words[1:]]
         reader, first = function.reader, len(self.commands)
@@ -563,7 +563,7 @@ class _Reader:
     def define(self, node: Any, state: ShellState) -> None:
         name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
         if name is not None and body is not None:
-            state.functions[text_of_node(name)] = Function(self, body)
+            state.functions[text_of_node(name)] = ShellFunction(self, body)
 
     def within(self, node: Any, state: ShellState) -> None:
         """A subshell: what it sets stays within."""

@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from torsh_trainer.translate.nodes import Place
@@ -37,11 +38,40 @@ class Thing:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+class ScriptDict(dict[str, Any]):
+    """A dictionary of the script. ``places``: where its keys stand, and in which file."""
+
+    def __init__(self, items: Mapping[str, Any] = MappingProxyType({})) -> None:
+        super().__init__(items)
+        self.places: dict[str, tuple[Place, str]] = dict(getattr(items, "places", {}))
+
+    def put(self, key: str, value: Any, place: Place, file: str) -> None:
+        """``record[key] = value``, said at ``place``."""
+        self[key] = value
+        self.places[key] = (place, file)
+
+    def copy(self) -> ScriptDict:
+        """A shallow copy, places included."""
+        return ScriptDict(self)
+
+
+@dataclass
+class Module:
+    """A file of the script's own project: what its top level defines, once it has been read.
+
+    ``file`` is its name for places, empty for the script itself.
+    """
+
+    file: str
+    scope: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass
 class Kind:
     """A class of the script, and the objects that were made of it."""
 
     node: ast.ClassDef
+    module: Module
     made: list[Thing] = field(default_factory=list)
 
     @property
@@ -55,6 +85,7 @@ class Function:
     """A function of the script, or the method of a class."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef
+    module: Module
     kind: Kind | None = None
 
     @property
@@ -99,6 +130,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "math.floor": math.floor,
     "math.sqrt": math.sqrt,
     "math.log2": math.log2,
+    "numpy.ceil": math.ceil,
+    "numpy.floor": math.floor,
+    "numpy.sqrt": math.sqrt,
 }
 """What is computed while reading."""
 
@@ -130,6 +164,11 @@ def combine(node: ast.BinOp, left: Any, right: Any, otherwise: Unknown) -> Any:
             if isinstance(one, Unknown) and one.divided != 1 and is_number(other) and other:
                 return replace(otherwise, divided=times(one.divided, 1 / other))
     return otherwise
+
+
+def division_of(value: Any) -> Any:
+    """By what a number was divided since it was made."""
+    return value.divided if isinstance(value, Unknown) else 1
 
 
 def times(divided: Any, more: Any) -> Any:

@@ -1,0 +1,259 @@
+"""Scripts that call deepspeed.initialize: their configuration, and all else that they do."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from torsh_trainer.__main__ import main
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.translate.base import TranslationRequest
+from torsh_trainer.translate.deepspeed.source import Options
+from torsh_trainer.translate.deepspeed.translator import translate
+from torsh_trainer.translate.engines import work_of
+from torsh_trainer.translate.plan import Finding, Plan
+
+CONFIG = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "torch_adam": True}},
+    "zero_optimization": {"stage": 2},
+}
+BY_ARGUMENTS = """\
+import argparse
+import deepspeed
+import torch
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--local_rank", type=int, default=-1)
+    parser = deepspeed.add_config_arguments(parser)
+    return parser.parse_args()
+
+def main():
+    args = parse()
+    deepspeed.init_distributed()
+    net = torch.nn.Linear(4, 4)
+    engine, optimizer, loader, _ = deepspeed.initialize(
+        args=args, model=net, model_parameters=net.parameters(), training_data=[]
+    )
+    for epoch in range(args.epochs):
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(engine(x), y)
+            engine.backward(loss)
+            engine.step()
+        engine.save_checkpoint("out")
+
+main()
+"""
+BY_FUNCTION = """\
+import argparse
+import deepspeed
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from torch.utils.data import DataLoader
+from transformers import get_cosine_schedule_with_warmup
+from settings import make_config
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=4)
+parser.add_argument("--lr", type=float, default=1e-3)
+parser.add_argument("--accumulate", type=int, default=2)
+parser.add_argument("--stage", type=int, default=0)
+parser.add_argument("--offload", action="store_true")
+parser.add_argument("--warmup", type=int, default=5)
+args = parser.parse_args()
+config = make_config(stage=args.stage)
+config["train_micro_batch_size_per_gpu"] = args.batch
+config["train_batch_size"] = args.batch * torch.distributed.get_world_size() * args.accumulate
+model = torch.nn.Linear(4, 4)
+kind = DeepSpeedCPUAdam if args.offload else FusedAdam
+optimizer = kind(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+loader = DataLoader([], batch_size=args.batch)
+scheduler = get_cosine_schedule_with_warmup(
+    optimizer=optimizer, num_warmup_steps=args.warmup, num_training_steps=100
+)
+model, optimizer, *_ = deepspeed.initialize(
+    model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler
+)
+for batch in loader:
+    loss = model(batch).mean() / 3
+    model.backward(loss)
+    model.step()
+"""
+SETTINGS = """\
+def make_config(stage=2):
+    return {
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "overlap_comm": True},
+    }
+"""
+
+
+def plan_of(path: Path, command: str | None = None, **options) -> Plan:
+    return work_of(path, TranslationRequest(command=command, **options)).translate()
+
+
+def finding(plan: Plan, key: str) -> Finding:
+    [found] = [finding for finding in plan.findings if finding.key == key]
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps(CONFIG))
+    Path("by_arguments.py").write_text(BY_ARGUMENTS)
+    Path("by_function.py").write_text(BY_FUNCTION)
+    Path("settings.py").write_text(SETTINGS)
+    return tmp_path
+
+
+def test_the_configuration_of_the_line_is_that_of_the_script(folder):
+    line = "deepspeed --num_gpus 2 by_arguments.py --deepspeed_config ds.json --epochs 3"
+    plan = plan_of("", line)
+    alone = translate(folder / "ds.json", Options(world_size=2))
+    assert plan.choices == alone.choices
+    assert plan.values == {**alone.values, "trainer.max_epochs": 3}
+    assert {f.key: f.verdict for f in alone.findings}.items() <= {
+        f.key: f.verdict for f in plan.findings
+    }.items()
+    assert finding(plan, "zero_optimization.stage").file == "ds.json"
+    assert finding(plan, "engine.backward").where == "by_arguments.py:22"
+    assert "a script for DeepSpeed, its configuration in ds.json" in plan.taken_for
+
+
+def test_a_configuration_that_nobody_names_is_asked_for_by_its_name(folder, capsys):
+    [fact] = plan_of(folder / "by_arguments.py").facts
+    assert (fact.name, fact.value, fact.line) == ("deepspeed_config", "FILE", 16)
+    assert main(["translate", "by_arguments.py"]) == 13
+    assert "--set deepspeed_config=FILE" in capsys.readouterr().out
+    plan = plan_of(folder / "by_arguments.py", settings={"deepspeed_config": "ds.json"})
+    assert plan.facts == ()
+    assert plan.values["data.batch_size"] == 16
+
+
+def test_a_dictionary_is_followed_through_functions_modules_and_changes(folder):
+    plan = plan_of(folder / "by_function.py", world_size=8)
+    assert plan.values["data.batch_size"] == 4 * 8 * 2
+    assert plan.values["trainer.max_grad_norm"] == 0.5
+    assert finding(plan, "gradient_clipping").where == "settings.py:3"
+    assert finding(plan, "train_batch_size").where == "19"
+    # As DeepSpeed would take the same optimizer from a configuration.
+    same = {
+        "train_batch_size": 64,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 0, "overlap_comm": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+    }
+    alone = translate(same, Options(world_size=8))
+    assert (
+        plan.values.items()
+        >= {
+            key: value for key, value in alone.values.items() if key.startswith("optimizer.")
+        }.items()
+    )
+    assert plan.choices["schedule"] == "cosine"
+    assert plan.values["schedule.warmup_steps"] == 5
+    assert finding(plan, "loss / ...").verdict == "yours"
+
+
+def test_the_number_of_processes_is_one_question(folder):
+    facts = plan_of(folder / "by_function.py").facts
+    assert [(fact.name, fact.value) for fact in facts] == [("world_size", "N")]
+    plan = plan_of(folder / "by_function.py", settings={"world_size": "2"})
+    assert plan.facts == ()
+    assert plan.values["data.batch_size"] == 16
+    line = "deepspeed --num_gpus 2 by_function.py --batch 8 --stage 2 --offload"
+    plan = plan_of("", line)
+    assert plan.values["data.batch_size"] == 32
+    assert plan.choices["strategy"] == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "verdict"),
+    [
+        ("from deepspeed.pipe import PipelineModule\nPipelineModule(layers=[])", "pipe", "refused"),
+        ("deepspeed.moe.layer.MoE(hidden_size=4)", "moe.layer.MoE", "refused"),
+        ("with deepspeed.zero.Init():\n    pass", "zero.Init", "performance-only"),
+        ("with deepspeed.zero.GatheredParameters([]):\n    pass", "zero.Gather", "yours"),
+        ("deepspeed.init_inference(engine)", "init_inference", "yours"),
+        ("deepspeed.compression.compress.init_compression(engine)", "compression", "refused"),
+        ("deepspeed.checkpointing.configure(None)", "checkpointing", "performance-only"),
+        ("deepspeed.comm.barrier()", "comm.barrier", "yours"),
+        ("deepspeed.tomorrow(1)", "tomorrow", "refused"),
+        ("engine.train_batch()", "engine.train_batch", "refused"),
+        ("engine.load_checkpoint('x')", "engine.load_checkpoint", "approximate"),
+        ("engine.get_lr()", "engine.get_lr", "yours"),
+        ("deepspeed.initialize(model=None, config={})", "deepspeed.initialize (6)", "refused"),
+    ],
+)
+def test_every_call_of_deepspeed_has_a_verdict_with_its_line(folder, more, key, verdict):
+    text = (
+        "import deepspeed, torch\nmodel = torch.nn.Linear(2, 2)\n"
+        "engine = deepspeed.initialize(\n"
+        f"    model=model, model_parameters=model.parameters(), config={CONFIG!r}\n)[0]\n{more}\n"
+    )
+    Path("one.py").write_text(text)
+    found = [f for f in plan_of(Path("one.py")).findings if key in f.key]
+    assert [f.verdict for f in found] == [verdict]
+    assert found[0].line >= 6
+
+
+def test_what_hangs_on_a_condition_that_nobody_can_tell_is_asked_for(folder):
+    text = (
+        "import deepspeed\nfrom elsewhere import big\n"
+        f"config = {CONFIG!r}\n"
+        "if big():\n    config['zero_optimization']['stage'] = 3\n"
+        "config['gradient_clipping'] = big()\n"
+        "deepspeed.initialize(model=None, config=config)\n"
+    )
+    Path("one.py").write_text(text)
+    facts = plan_of(Path("one.py")).facts
+    assert [fact.name for fact in facts] == ["zero_optimization.stage", "gradient_clipping"]
+    stated = {"zero_optimization.stage": "3", "gradient_clipping": "0.5"}
+    plan = plan_of(Path("one.py"), settings=stated)
+    assert plan.facts == ()
+    assert plan.choices["strategy"] == "fsdp"
+    assert plan.values["trainer.max_grad_norm"] == 0.5
+
+
+BAD = {
+    "import deepspeed\ndeepspeed.init_inference(None)\n": "only infers",
+    "import deepspeed\nfrom transformers import Trainer\n": "by Hugging Face's Trainer",
+    "import deepspeed\nfrom accelerate import Accelerator\n": "trains by accelerate",
+    "import deepspeed\nprint('x'": "cannot parse it",
+    "import deepspeed\nx = 1\n": "makes no engine",
+    BY_ARGUMENTS.replace("args=args,", "args=args, config={},").replace(
+        "return parser.parse_args()", "return parser.parse_args(['x'])"
+    ): "DeepSpeed stops there",
+}
+
+
+@pytest.mark.parametrize("text", BAD, ids=lambda text: BAD[text])
+def test_what_trains_nothing_here_is_one_sentence_with_a_next_move(folder, text, capsys):
+    Path("bad.py").write_text(text)
+    line = "deepspeed bad.py --deepspeed_config ds.json"
+    args = ["--command", line] if "stops" in BAD[text] else ["bad.py"]
+    assert main(["translate", *args]) == 2
+    said = capsys.readouterr().err
+    assert BAD[text] in said
+    assert "; " in said
+    assert "Traceback" not in said
+
+
+def test_a_setting_that_nothing_hangs_on_is_refused(folder):
+    with pytest.raises(ConfigError, match="nothing of this script hangs on it"):
+        plan_of(folder / "by_function.py", world_size=2, settings={"optimiser.lr": "1"})
+
+
+def test_reading_executes_nothing(folder):
+    Path("by_arguments.py").write_text("open('ran', 'w')\n" + BY_ARGUMENTS)
+    assert ast.parse(Path("by_arguments.py").read_text())
+    plan_of(folder / "by_arguments.py")
+    assert not Path("ran").exists()

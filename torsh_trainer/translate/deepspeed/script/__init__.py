@@ -1,0 +1,1 @@
+"""Scripts that call ``deepspeed.initialize``, read and never executed."""

@@ -1,0 +1,102 @@
+"""A training script for DeepSpeed: what of its calls is DeepSpeed's."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from torsh_trainer.translate.python.calls import by_name
+from torsh_trainer.translate.python.events import place_of
+from torsh_trainer.translate.python.torch_calls import TorchWalk
+from torsh_trainer.translate.python.values import Thing, division_of
+from torsh_trainer.translate.python.walk import FindFile, FindModule
+
+DEEPSPEED = "deepspeed"
+_INITIALIZE = (
+    "args",
+    "model",
+    "optimizer",
+    "model_parameters",
+    "training_data",
+    "lr_scheduler",
+    "distributed_port",
+    "mpu",
+    "dist_init_required",
+    "collate_fn",
+    "config",
+)
+_SIZES = ("torch.distributed.get_world_size", "deepspeed.comm.get_world_size")
+_OPTIMIZERS = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLamb", "FusedLion", "DeepSpeedCPULion")
+_OTHER_ADAMS = ("transformers.AdamW", "transformers.optimization.AdamW")
+_SCHEDULES = ("transformers.get_", "transformers.optimization.get_", "diffusers.optimization.get_")
+
+
+class DeepSpeedWalk(TorchWalk):
+    """Makes events of ``deepspeed.*`` and of an engine's methods."""
+
+    def __init__(
+        self,
+        size: int | None,
+        arguments: Mapping[str, Any],
+        known: Mapping[str, Any],
+        find_module: FindModule | None,
+        find_file: FindFile,
+    ) -> None:
+        super().__init__(arguments, known, find_module, find_file)
+        self.size = size
+
+    def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
+        last = dotted.rpartition(".")[2]
+        if dotted in _SIZES:
+            return self.unknown(node) if self.size is None else self.size
+        if last in _OPTIMIZERS or dotted in _OTHER_ADAMS:
+            return self.optimizer(last, args, named, node)
+        if dotted.startswith(_SCHEDULES) and "schedule" in last:
+            facts = {"class": last, "args": args, "named": named}
+            self.event("scheduler", node, facts)
+            return Thing("scheduler", place_of(node), facts)
+        if last == "HfDeepSpeedConfig" or last == "HfTrainerDeepSpeedConfig":
+            return Thing("hf config", place_of(node))
+        if dotted == DEEPSPEED or not dotted.startswith(DEEPSPEED + "."):
+            return super().call_name(dotted, args, named, node)
+        return self.deepspeed(dotted.removeprefix(DEEPSPEED + "."), args, named, node)
+
+    def deepspeed(self, name: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
+        """A call of DeepSpeed's own."""
+        if name == "initialize":
+            facts = by_name(_INITIALIZE, args, named)
+            if "config_params" in facts:
+                facts.setdefault("config", facts.pop("config_params"))
+            self.event("initialize", node, facts)
+            optimizer = facts.get("optimizer")
+            if not isinstance(optimizer, Thing):
+                optimizer = Thing("optimizer", place_of(node), {"engine": True})
+            scheduler = facts.get("lr_scheduler")
+            if not isinstance(scheduler, Thing):
+                scheduler = Thing("scheduler", place_of(node), {"engine": True})
+            loader = Thing("loader", place_of(node), {"engine": True})
+            return (Thing("engine", place_of(node)), optimizer, loader, scheduler)
+        if name == "add_config_arguments" and args:
+            parser = args[0]
+            if isinstance(parser, Thing) and parser.kind == "parser":
+                for option, default in (("deepspeed", False), ("deepspeed_config", None)):
+                    said = self.arguments.get(f"--{option}", default)
+                    parser.facts["defaults"].setdefault(option, said)
+                    self.used.add(f"--{option}")
+            return parser
+        if name.endswith("get_accelerator"):
+            return self.unknown(node)
+        self.event(f"deepspeed.{name}", node, {"args": args, **named})
+        return self.unknown(node)
+
+    def call_method(
+        self, owner: Any, name: str, args: list[Any], named: dict[str, Any], node: ast.Call
+    ) -> Any:
+        if not isinstance(owner, Thing) or owner.kind != "engine":
+            return super().call_method(owner, name, args, named, node)
+        facts: dict[str, Any] = {"args": args, **named}
+        if name == "backward" and args:
+            facts["divided"] = division_of(args[0])
+        self.event(f"engine.{name}", node, facts)
+        return self.unknown(node)

@@ -1,0 +1,138 @@
+"""The configuration that a script hands to ``deepspeed.initialize``: a file, or a dictionary.
+
+What the script makes itself, an optimizer of torch, stands in the configuration as DeepSpeed would
+take it from there: the same class, so that one table of rules judges both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torsh_trainer.translate.deepspeed.auto import AUTO, UNMATTERING
+from torsh_trainer.translate.nodes import MappingEntry, Node, Place
+from torsh_trainer.translate.plan import Fact
+from torsh_trainer.translate.python.events import Event
+from torsh_trainer.translate.python.torch_calls import name_positional
+from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown, is_plain
+
+CONFIG = "deepspeed_config"
+"""The name of the fact that a configuration is missing."""
+
+WORLD_SIZE = "world_size"
+"""The same of the number of processes."""
+
+_KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "Adam": ("Adam", {"torch_adam": True, "adam_w_mode": False}),
+    "AdamW": ("AdamW", {"torch_adam": True}),
+    "FusedAdam": ("Adam", {}),
+    "DeepSpeedCPUAdam": ("Adam", {}),
+    "FusedLamb": ("Lamb", {}),
+    "FusedLion": ("Lion", {}),
+    "DeepSpeedCPULion": ("Lion", {}),
+}
+"""Class that a script makes -> the name and the options by which DeepSpeed makes the same."""
+
+_RENAMED = {"adamw_mode": "adam_w_mode"}
+
+
+@dataclass
+class ScriptConfiguration:
+    """A document for the translator: ``root`` with the places of all keys, ``files`` of keys that
+    stand in another file than the script, what is missing, and what ``--set`` has ``stated``."""
+
+    root: Node
+    files: dict[tuple[str, ...], str] = field(default_factory=dict)
+    facts: list[Fact] = field(default_factory=list)
+    unknown: list[tuple[str, Unknown, Place, str]] = field(default_factory=list)
+    stated: set[str] = field(default_factory=set)
+
+
+def find_path(event: Event) -> str | ScriptDict | Unknown | None:
+    """What is handed over as configuration: a path, a dictionary, or None where nothing is."""
+    config = event.facts.get("config")
+    if config is None:
+        arguments = event.facts.get("args")
+        if isinstance(arguments, Thing) and arguments.kind == "arguments":
+            config = arguments.facts.get(CONFIG)
+        elif isinstance(arguments, Unknown):
+            return arguments
+    if isinstance(config, str | ScriptDict | Unknown) or config is None:
+        return config
+    return Unknown("config", event.place)
+
+
+def optimizer_record(event: Event, *, file: str) -> tuple[ScriptDict, list[Any]] | None:
+    """The block ``optimizer`` for an optimizer that the script makes, and its parameters; None
+    where DeepSpeed knows no name for it."""
+    kind = event.facts["class"]
+    name, options = _KINDS.get(kind, (kind, {}))
+    args, named = event.facts["args"], dict(event.facts["named"])
+    parameters = args[0] if args else named.pop("params", named.pop("model_params", None))
+    if "**" in named:
+        return None
+    params = ScriptDict()
+    own = {**name_positional(kind if kind in ("SGD", "RMSprop") else "Adam", args[1:]), **named}
+    for key, value in {**own, **options}.items():
+        plain = list(value) if isinstance(value, tuple) else value
+        params.put(_RENAMED.get(key, key), plain, event.place, file)
+    block = ScriptDict()
+    block.put("type", name, event.place, file)
+    block.put("params", params, event.place, file)
+    return block, parameters if isinstance(parameters, list) else []
+
+
+def document_root(
+    record: ScriptDict, place: Place, settings: Mapping[str, Any]
+) -> ScriptConfiguration:
+    """``record`` as nodes; unknown values are filled from ``settings``, else they are facts."""
+    found = ScriptConfiguration(Node({}, place))
+
+    def node_of(value: Any, path: tuple[str, ...], at: Place, file: str) -> Node | None:
+        dotted = ".".join(path)
+        if isinstance(value, dict):
+            entries = {}
+            places = getattr(value, "places", {})
+            for key, inner in value.items():
+                where, source = places.get(key, (at, file))
+                inner_path = (*path, key)
+                made = node_of(inner, inner_path, where, source)
+                if made is not None:
+                    entries[key] = MappingEntry(where, made)
+                    found.files[inner_path] = source
+            return Node(entries, at)
+        if isinstance(value, list | tuple):
+            items = [node_of(item, path, at, file) for item in value]
+            return None if None in items else Node([item for item in items if item], at)
+        if dotted in settings:
+            found.stated.add(dotted)
+            return Node(settings[dotted], at)
+        if is_plain(value) and (value != AUTO or dotted in UNMATTERING):
+            return Node(value, at)
+        if value == AUTO:
+            value = Unknown(f'{dotted}: "auto", which the script fills', at)
+        hole = value if isinstance(value, Unknown) else Unknown(str(value), at)
+        found.unknown.append((dotted, hole, at, file))
+        return None
+
+    root = node_of(record, (), place, "")
+    assert root is not None
+    found.root = root
+    return found
+
+
+def list_facts(found: ScriptConfiguration, script: str, *, knows_size: bool) -> Iterator[Fact]:
+    """A question for each value that only a run would tell; the number of processes is one."""
+    asked = False
+    for dotted, hole, place, file in found.unknown:
+        where = f"{dotted} ({file or script}:{place.line})"
+        if not knows_size and re.search(r"world_size|WORLD_SIZE", hole.text):
+            if not asked:
+                look = "processes of the job: machines times GPUs of each"
+                yield Fact(WORLD_SIZE, where, look, place.line, "N")
+            asked = True
+            continue
+        look = f"the script computes it: {hole.text}"[:160]
+        yield Fact(dotted, where, look, place.line)

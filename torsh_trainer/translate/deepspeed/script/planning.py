@@ -1,0 +1,368 @@
+"""A script for DeepSpeed as a plan: its configuration, and all else that it does with an engine."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.translate.deepspeed.script.calls import DEEPSPEED, DeepSpeedWalk
+from torsh_trainer.translate.deepspeed.script.configuration import (
+    CONFIG,
+    WORLD_SIZE,
+    ScriptConfiguration,
+    document_root,
+    find_path,
+    list_facts,
+    optimizer_record,
+)
+from torsh_trainer.translate.deepspeed.script.verdicts import judge_events
+from torsh_trainer.translate.deepspeed.source import Options
+from torsh_trainer.translate.deepspeed.translator import translate_document
+from torsh_trainer.translate.outcomes import refuse
+from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
+from torsh_trainer.translate.python.arguments import read_setting
+from torsh_trainer.translate.python.events import Event, ScriptReading
+from torsh_trainer.translate.python.parsing import find_imports, parse
+from torsh_trainer.translate.python.project import ScriptProject, record_of
+from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
+from torsh_trainer.translate.reading import Document, read_text, text_of
+
+_RUN = f"python -m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
+_ASKED = "asked below: only you know it"
+
+
+def is_deepspeed_script(text: str) -> bool:
+    """Whether Python text makes an engine of DeepSpeed's, as far as its words tell."""
+    return "deepspeed.initialize" in text or "deepspeed import initialize" in text
+
+
+@dataclass(frozen=True)
+class ScriptRequest:
+    """How a script is to be read: the words of its command line, what ``--set`` states, and how the
+    configuration in it is to be translated.
+
+    ``document`` is the configuration that its launch line names, where that has been read.
+    ``is_whole``: all of ``settings`` are about the script.
+    """
+
+    arguments: Mapping[str, Any]
+    settings: Mapping[str, str]
+    options: Options
+    document: Document | None = None
+    is_whole: bool = True
+
+
+@dataclass(frozen=True)
+class ScriptPlan:
+    """The plan, and the arguments and expressions of the script that it hangs on."""
+
+    plan: Plan
+    used: frozenset[str]
+
+
+def plan_script(path: Path, request: ScriptRequest) -> ScriptPlan:
+    """The plan for the script in ``path``.
+
+    Raises:
+        ConfigError: it is no Python, makes no engine, or its configuration is invalid.
+        ResourceError: it cannot be read.
+    """
+    planning = _ScriptPlanning(path, request)
+    return ScriptPlan(planning.plan(), frozenset(planning.used))
+
+
+class _ScriptPlanning:
+    def __init__(self, path: Path, request: ScriptRequest) -> None:
+        self.path, self.request = path, request
+        self.name = str(path)
+        self.project = ScriptProject(path)
+        self.settings = {key: read_setting(text) for key, text in request.settings.items()}
+        self.used: set[str] = set()
+        self.facts: list[Fact] = []
+        self.config_words = ""
+
+    def plan(self) -> Plan:
+        tree = parse(text_of(self.path), name=self.name)
+        walk = DeepSpeedWalk(
+            self.world_size(),
+            self.request.arguments,
+            self.settings,
+            self.project.find_module,
+            self.project.find_file,
+        )
+        reading = walk.read(tree, name=self.name)
+        self.used |= reading.used
+        event, others = self.choose_engine(tree, reading)
+        below = self.read_configuration(event, reading)
+        plan = self.join(below, event, others, reading)
+        if self.request.is_whole:
+            self.check_used()
+        return plan
+
+    def world_size(self) -> int | None:
+        """How many processes: stated as an option, or as a fact that was asked for."""
+        stated = self.settings.get(WORLD_SIZE)
+        if stated is None:
+            return self.request.options.world_size
+        self.used.add(WORLD_SIZE)
+        if not isinstance(stated, int) or isinstance(stated, bool) or stated < 1:
+            raise ConfigError(
+                f"--set {WORLD_SIZE}={stated} is no number of processes", fix="give 1 or more"
+            )
+        options = self.request.options
+        self.request = replace(self.request, options=replace(options, world_size=stated))
+        return stated
+
+    # -- the engine ------------------------------------------------------------------------------
+
+    def choose_engine(self, tree: ast.Module, reading: ScriptReading) -> tuple[Event, list[Event]]:
+        """The call that makes the engine that trains, and the others.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        events = reading.all("initialize")
+        if events:
+            trains = [
+                e for e in events if e.facts.get("model_parameters") or e.facts.get("optimizer")
+            ]
+            chosen = trains[0] if trains else events[0]
+            return chosen, [event for event in events if event is not chosen]
+        imported = set(find_imports(tree))
+        if any(event.what == "deepspeed.init_inference" for event in reading.events):
+            raise ConfigError(
+                f"{self.name} only infers: it calls deepspeed.init_inference and trains nothing",
+                fix="name the script that trains",
+            )
+        if any(name.startswith(("transformers.Trainer", "trl.")) for name in imported):
+            raise ConfigError(
+                f"{self.name} trains by Hugging Face's Trainer, which makes the engine itself",
+                fix="translate the line that starts it, with its arguments: translate --command "
+                "'deepspeed train.py --deepspeed ds.json ...'",
+            )
+        if any(name.startswith("accelerate") for name in imported):
+            raise ConfigError(
+                f"{self.name} trains by accelerate, which makes the engine itself",
+                fix="translate the line that starts it: --command 'accelerate launch ...'",
+            )
+        raise ConfigError(
+            f"{self.name} makes no engine: deepspeed.initialize is called where reading does not "
+            "get to",
+            fix="name the script that trains, or translate its configuration file alone",
+        )
+
+    # -- the configuration -----------------------------------------------------------------------
+
+    def read_configuration(self, event: Event, reading: ScriptReading) -> Plan | None:
+        """What the configuration comes to; None where it is asked for."""
+        config: Any = self.settings.get(CONFIG)
+        if config is None:
+            config = find_path(event)
+        else:
+            self.used.add(CONFIG)
+        place, file = event.place, event.file
+        self.refuse_two(event)
+        document = self.request.document
+        if document is not None and (config is None or isinstance(config, str)):
+            self.config_words = f"its configuration in {Path(document.name).name}"
+            if document.dialect != DEEPSPEED:
+                return translate_document(document, self.request.options)
+            config = record_of(document.root, document.name)
+        elif isinstance(config, str):
+            found = self.project.find_file(config)
+            if found is None:
+                self.ask_for_file(event, f"there is no {config} here, or beside the script")
+                return None
+            document = read_text(text_of(found), name=str(found))
+            self.config_words = f"its configuration in {config}"
+            if document.dialect != DEEPSPEED:
+                return translate_document(document, self.request.options)
+            config = record_of(document.root, str(found))
+        elif isinstance(config, ScriptDict):
+            self.config_words = "its configuration in the script"
+        else:
+            look = "the file behind --deepspeed_config in the line that starts the script"
+            if isinstance(config, Unknown):
+                look = f"the file or the values that the script makes of {config.text}"[:160]
+            for load in reading.all("load.missing")[:1]:
+                path = load.facts["path"]
+                look = f"the file that line {load.place.line} reads: {path}"
+                if load.facts["is_known"]:
+                    look = f"there is no {path} here, or beside the script"
+            self.ask_for_file(event, look)
+            return None
+        config = config.copy()
+        self.take_optimizer(config, event)
+        options_size = self.request.options.world_size
+        root = document_root(config, place, self.settings)
+        self.used |= root.stated
+        self.facts += list_facts(root, self.path.name, knows_size=options_size is not None)
+        document = Document(self.name, root.root, DEEPSPEED, {})
+        options = replace(self.request.options, settings={}, sizes_from_loader=True)
+        below = translate_document(document, options)
+        findings = self.move(below.findings, root, file)
+        if reading.all("scheduler"):  # the default speaks of a script without one
+            findings = [f for f in findings if f.given or f.key != "scheduler.type"]
+        return replace(below, findings=tuple(findings))
+
+    def refuse_two(self, event: Event) -> None:
+        """A configuration in the call, and one behind --deepspeed_config.
+
+        Raises:
+            ConfigError: there are both, on which DeepSpeed stops.
+        """
+        arguments = event.facts.get("args")
+        if event.facts.get("config") is None or not isinstance(arguments, Thing):
+            return
+        if isinstance(arguments.facts.get(CONFIG), str):
+            raise ConfigError(
+                f"{event.file or self.name}:{event.place.line}: deepspeed.initialize is given a "
+                f"configuration, and --deepspeed_config {arguments.facts[CONFIG]} another: "
+                "DeepSpeed stops there",
+                fix="leave one of them out",
+                line=event.place.line,
+            )
+
+    def ask_for_file(self, event: Event, look: str) -> None:
+        where = f"{event.file or self.path.name}:{event.place.line}"
+        self.facts.append(
+            Fact(CONFIG, f"deepspeed.initialize ({where})", look, event.place.line, "FILE")
+        )
+
+    def take_optimizer(self, config: ScriptDict, event: Event) -> None:
+        """An optimizer of the script's own counts before the configuration's."""
+        optimizer = event.facts.get("optimizer")
+        if not isinstance(optimizer, Thing) or "class" not in optimizer.facts:
+            return
+        made = Event("optimizer", optimizer.place, event.node, optimizer.facts, file=event.file)
+        block = optimizer_record(made, file=event.file)
+        if block is not None:
+            config.put("optimizer", block[0], optimizer.place, event.file)
+
+    def move(
+        self, findings: Sequence[Finding], root: ScriptConfiguration, file: str
+    ) -> list[Finding]:
+        """Findings with the file that each key stands in."""
+        asked = {dotted for dotted, *_ in root.unknown}
+        moved = []
+        for finding in findings:
+            if not finding.given and any(finding.key.startswith(name) for name in asked):
+                continue
+            source = root.files.get(tuple(finding.key.split(".")), file)
+            name = Path(source).name if source and source != self.name else ""
+            moved.append(replace(finding, file=name if finding.given else ""))
+        for dotted, hole, place, source in root.unknown:
+            moved.append(
+                Finding(
+                    dotted,
+                    hole.text[:80],
+                    place.line,
+                    place.column,
+                    "refused",
+                    "",
+                    _ASKED,
+                    "asked",
+                    file=Path(source).name if source else "",
+                )
+            )
+        return moved
+
+    # -- all of it -------------------------------------------------------------------------------
+
+    def join(
+        self, below: Plan | None, event: Event, others: Sequence[Event], reading: ScriptReading
+    ) -> Plan:
+        choices = dict(below.choices) if below else {}
+        values = dict(below.values) if below else {}
+        stage = _stage_of(below)
+        accumulate = values.get("trainer.accumulate", 1)
+        findings = list(below.findings) if below else []
+        made = "the engine: strategy= and the knobs of the configuration"
+        findings.append(_make_finding("deepspeed.initialize", event, "exact", made))
+        for other in others:
+            why = refuse("a second engine: a recipe trains one model").why
+            findings.append(
+                _make_finding(f"deepspeed.initialize ({other.place.line})", other, "refused", why)
+            )
+        optimizer = event.facts.get("optimizer")
+        if isinstance(optimizer, Thing) and optimizer.facts.get("args"):
+            parameters = optimizer.facts["args"][0]
+            if isinstance(parameters, list):
+                why = "groups of parameters that the script makes: name them in optimizer.groups"
+                findings.append(_make_finding("optimizer.params", event, "refused", why))
+        for judged in judge_events(reading, stage=stage, accumulate=accumulate):
+            finding = judged.finding
+            lost = [key for key in judged.outcome.values if key in values]
+            if finding.key == "DataLoader.batch_size" and lost:
+                if values[lost[0]] != judged.outcome.values[lost[0]]:
+                    why = f"{values[lost[0]]} in the configuration counts for the accumulation"
+                    finding = replace(finding, verdict="approximate", why=why)
+                    values.update(judged.outcome.values)
+            else:
+                choices.update(judged.outcome.choices)
+                values.update(judged.outcome.values)
+            findings.append(finding)
+        where = f", {self.config_words}" if self.config_words else ""
+        options = self.request.options
+        return Plan(
+            source=self.name,
+            engine=DEEPSPEED,
+            version=below.version if below else "",
+            context=options.context,
+            mode=options.mode,
+            world_size=options.world_size,
+            choices=choices,
+            values=values,
+            findings=tuple(sorted(findings, key=_order)),
+            warnings=below.warnings if below else (),
+            dtypes=below.dtypes if below and not self.facts else (),
+            memory=below.memory if below and not self.facts else None,
+            taken_for=f"a script for DeepSpeed, read and not executed{where}",
+            notes=tuple(self.notes()),
+            facts=tuple(self.facts),
+            command=_RUN,
+            files=(*self.project.opened, *map(str, self.project.files)),
+        )
+
+    def notes(self) -> list[str]:
+        said = ["model, data and loss are yours: write them as a task, or name a ready one"]
+        read = [path.name for path, tree in self.project.files.items() if tree is not None]
+        if read:
+            said.append(f"read with it: {', '.join(read)}")
+        said += [f"not read: {name}: {why}" for name, why in self.project.unread.items()]
+        return said
+
+    def check_used(self) -> None:
+        for name in self.settings:
+            if name not in self.used:
+                known = {*self.used, *(fact.name for fact in self.facts)}
+                raise ConfigError(
+                    f"--set {name}: nothing of this script hangs on it", fix=nearest(name, known)
+                )
+
+
+def _make_finding(key: str, event: Event, verdict: Any, why: str) -> Finding:
+    return Finding(
+        key,
+        None,
+        event.place.line,
+        event.place.column,
+        verdict,
+        "",
+        why,
+        "script.engine",
+        file=event.file,
+    )
+
+
+def _stage_of(plan: Plan | None) -> int:
+    found = [f.value for f in plan.findings if f.key == "zero_optimization.stage"] if plan else []
+    return found[0] if found and isinstance(found[0], int) else 0
+
+
+def _order(finding: Finding) -> tuple[Any, ...]:
+    return (not finding.given, bool(finding.file), finding.file, finding.line, finding.column)

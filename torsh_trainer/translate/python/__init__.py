@@ -1,0 +1,1 @@
+"""Python scripts, read and never executed."""

@@ -1,0 +1,249 @@
+"""Calls in a script: its own functions and classes are followed, others mean what they mean."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Any
+
+from torsh_trainer.translate.python.arguments import call_parser
+from torsh_trainer.translate.python.events import (
+    Around,
+    Event,
+    FunctionScope,
+    Returned,
+    Scope,
+    place_of,
+)
+from torsh_trainer.translate.python.expressions import Expressions
+from torsh_trainer.translate.python.values import (
+    FUNCTIONS,
+    Function,
+    ImportedName,
+    Kind,
+    Module,
+    ScriptDict,
+    Thing,
+    Unknown,
+    compute,
+    is_plain,
+    times,
+)
+
+_DEEPEST_CALLS = 12
+
+
+class ScriptCalls(Expressions):
+    """What a call comes to; an engine says in ``call_name`` and ``call_method`` what its own is."""
+
+    def __init__(self, arguments: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+        super().__init__(arguments, known)
+        self.events: list[Event] = []
+        self.around = Around()
+        self.visited: set[tuple[str, str]] = set()
+        self.seen: set[tuple[str, str, int, int]] = set()
+
+    def block(
+        self, body: Sequence[ast.stmt], scope: Scope, returned: Returned | None = None
+    ) -> bool:
+        """Walks statements; whether one of them surely leaves the block."""
+        raise NotImplementedError
+
+    def call(self, node: ast.Call, scope: Scope) -> Any:
+        if isinstance(node.func, ast.Attribute):
+            owner = self.value(node.func.value, scope)
+            if not isinstance(owner, ImportedName):
+                return self.method(owner, node.func.attr, node, scope)
+            target: Any = ImportedName(f"{owner.dotted}.{node.func.attr}")
+        else:
+            target = self.value(node.func, scope)
+        args, named = self.read_arguments(node, scope)
+        return self.call_value(target, args, named, node)
+
+    def call_value(
+        self, target: Any, args: list[Any], named: dict[str, Any], node: ast.Call
+    ) -> Any:
+        """The value of a call of whatever stands for the function."""
+        if isinstance(target, Function):
+            return self.call_function(target, args, named, node)
+        if isinstance(target, Kind):
+            return self.make(target, args, named, node)
+        if isinstance(target, ImportedName):
+            return self.call_name(target.dotted, args, named, node)
+        return self.unknown(node)
+
+    def read_arguments(self, node: ast.Call, scope: Scope) -> tuple[list[Any], dict[str, Any]]:
+        args: list[Any] = []
+        for arg in node.args:
+            if isinstance(arg, ast.Starred):
+                value = self.value(arg.value, scope)
+                args += list(value) if isinstance(value, list | tuple) else [self.unknown(arg)]
+            else:
+                args.append(self.value(arg, scope))
+        named: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self.value(keyword.value, scope)
+            if keyword.arg is not None:
+                named[keyword.arg] = value
+            elif isinstance(value, dict):
+                named |= value
+            else:
+                named["**"] = self.unknown(keyword.value)
+        return args, named
+
+    def call_function(
+        self, function: Function, args: list[Any], named: dict[str, Any], node: ast.AST
+    ) -> Any:
+        definition, name = function.node, function.name
+        self.visited.add((function.module.file, name))
+        nothing = Unknown(f"{name}(...)", place_of(node))
+        label = f"{function.module.file}:{name}"
+        if label in self.around.calls or len(self.around.calls) > _DEEPEST_CALLS:
+            return nothing
+        caller, self.module = self.module, function.module
+        scope = dict(_bind_arguments(definition, args, named, self))
+        kept = self.around
+        handed = any(isinstance(arg, Unknown) and ".grad" in arg.text for arg in args)
+        self.around = replace(
+            kept, calls=(*kept.calls, label), of_gradients=kept.of_gradients or handed
+        )
+        returned = Returned()
+        self.block(definition.body, FunctionScope(scope, self.module.scope, definition), returned)
+        self.around, self.module = kept, caller
+        return returned.values[0] if len(returned.values) == 1 else nothing
+
+    def make(self, kind: Kind, args: list[Any], named: dict[str, Any], node: ast.AST) -> Thing:
+        """An object of a class of the script."""
+        made = Thing("object", place_of(node), {"__class__": kind})
+        kind.made.append(made)
+        if "__init__" in kind.methods:
+            start = Function(kind.methods["__init__"], kind.module, kind)
+            self.call_function(start, [made, *args], named, node)
+        return made
+
+    def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
+        """The value of a call of something imported, or built in, by its full name."""
+        otherwise = self.unknown(node)
+        if dotted in FUNCTIONS and not named and args and all(map(is_plain, args)):
+            return compute(FUNCTIONS[dotted], *args, otherwise=otherwise)
+        if dotted in ("range", "enumerate", "tqdm") or dotted.endswith((".tqdm", ".trange")):
+            if dotted == "range":
+                return Thing("range", place_of(node), {"of": args})
+            return args[0] if args else otherwise
+        if dotted == "dict" and all(isinstance(arg, ScriptDict) for arg in args[:1]):
+            made = ScriptDict(args[0]) if args else ScriptDict()
+            for name, value in named.items():
+                made.put(name, value, place_of(node), self.module.file)
+            return made
+        if dotted in ("copy.copy", "copy.deepcopy") and args:
+            return args[0].copy() if isinstance(args[0], ScriptDict) else args[0]
+        if dotted == "os.path.join" and args and all(isinstance(arg, str) for arg in args):
+            return str(PurePosixPath(*args))
+        if dotted.rpartition(".")[2] == "ArgumentParser":
+            return Thing("parser", place_of(node), {"defaults": {}})
+        return otherwise
+
+    def method(self, owner: Any, name: str, node: ast.Call, scope: Scope) -> Any:
+        """The value of ``owner.name(...)``."""
+        args, named = self.read_arguments(node, scope)
+        otherwise = self.unknown(node)
+        if name in ("div", "div_") and isinstance(owner, Unknown) and args:
+            result = replace(otherwise, divided=times(owner.divided, args[0]))
+            if name == "div_" and isinstance(node.func, ast.Attribute):
+                self.assign(node.func.value, result, scope)
+            return result
+        if isinstance(owner, ScriptDict):
+            return self.call_record(owner, name, args, named, node)
+        if isinstance(owner, Module):
+            return self.call_value(owner.scope.get(name, otherwise), args, named, node)
+        if isinstance(owner, Thing):
+            if owner.kind == "object" and name in owner.facts["__class__"].methods:
+                kind: Kind = owner.facts["__class__"]
+                method = Function(kind.methods[name], kind.module, kind)
+                return self.call_function(method, [owner, *args], named, node)
+            if owner.kind == "parser":
+                return call_parser(self, owner, name, args, named, node)
+        return self.call_method(owner, name, args, named, node)
+
+    def sure(self, value: Any, node: ast.expr) -> Any:
+        """What is put into a dictionary that others hold: known only where it surely happens."""
+        return self.unknown(node) if self.around.under else value
+
+    def call_record(
+        self, owner: ScriptDict, name: str, args: list[Any], named: dict[str, Any], node: ast.Call
+    ) -> Any:
+        """A method of a dictionary."""
+        key = args[0] if args else None
+        if name == "copy":
+            return owner.copy()
+        if name == "update":
+            for other in (key, ScriptDict(named)):
+                if isinstance(other, ScriptDict):
+                    for one, value in other.items():
+                        place, file = other.places.get(one, (place_of(node), self.module.file))
+                        owner.put(one, self.sure(value, node), place, file)
+            return None
+        if name in ("get", "pop", "setdefault") and isinstance(key, str):
+            otherwise = args[1] if len(args) > 1 else None
+            if name == "setdefault" and key not in owner:
+                owner.put(key, otherwise, place_of(node), self.module.file)
+            return owner.pop(key, otherwise) if name == "pop" else owner.get(key, otherwise)
+        return self.unknown(node)
+
+    def call_method(
+        self, owner: Any, name: str, args: list[Any], named: dict[str, Any], node: ast.Call
+    ) -> Any:
+        """The value of a method of something that is no object of the script's own classes."""
+        return self.unknown(node)
+
+    def event(self, what: str, node: ast.AST, facts: Mapping[str, Any]) -> None:
+        """Enters that something has happened here, once for each place."""
+        place, around = place_of(node), self.around
+        spot = (what, self.module.file, place.line, place.column)
+        if spot not in self.seen:  # a function may be called twice
+            self.seen.add(spot)
+            self.events.append(
+                Event(
+                    what,
+                    place,
+                    node,
+                    facts,
+                    around.loops,
+                    around.under,
+                    around.every,
+                    self.module.file,
+                )
+            )
+
+
+def by_name(order: Sequence[str], args: list[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Positional arguments by the names that they have in this order, and the others."""
+    return {**dict(zip(order, args, strict=False)), **named}
+
+
+def _bind_arguments(
+    node: ast.FunctionDef | ast.AsyncFunctionDef,
+    args: list[Any],
+    named: Mapping[str, Any],
+    walk: ScriptCalls,
+) -> Iterator[tuple[str, Any]]:
+    """The parameters of a function with what they are given, or their defaults."""
+    positional = [*node.args.posonlyargs, *node.args.args]
+    defaults = node.args.defaults
+    missing = len(positional) - len(defaults)
+    for i, parameter in enumerate(positional):
+        if i < len(args):
+            yield parameter.arg, args[i]
+        elif parameter.arg in named:
+            yield parameter.arg, named[parameter.arg]
+        elif i >= missing:
+            yield parameter.arg, walk.value(defaults[i - missing], walk.module.scope)
+        else:
+            yield parameter.arg, Unknown(parameter.arg, place_of(parameter))
+    for parameter, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        if parameter.arg in named:
+            yield parameter.arg, named[parameter.arg]
+        elif default is not None:
+            yield parameter.arg, walk.value(default, walk.module.scope)

@@ -1,0 +1,185 @@
+"""Expressions of a script, as far as reading tells them."""
+
+from __future__ import annotations
+
+import abc
+import ast
+from collections.abc import Mapping
+from typing import Any
+
+from torsh_trainer.translate.python.events import Scope, place_of
+from torsh_trainer.translate.python.values import (
+    Function,
+    ImportedName,
+    Kind,
+    Module,
+    ScriptDict,
+    Thing,
+    Unknown,
+    combine,
+    compare,
+    is_number,
+)
+
+
+class Expressions(abc.ABC):
+    """``arguments`` are those of the command line, by destination or option; ``known`` values of
+    expressions, by their text; ``used`` the names of both that were asked for."""
+
+    def __init__(self, arguments: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+        self.arguments, self.known = arguments, known
+        self.used: set[str] = set()
+        self.module = Module("")
+
+    @abc.abstractmethod
+    def call(self, node: ast.Call, scope: Scope) -> Any:
+        """The value of a call."""
+
+    @abc.abstractmethod
+    def assign(self, target: ast.expr, value: Any, scope: Scope) -> None:
+        """``target = value``."""
+
+    def value(self, node: ast.expr, scope: Scope) -> Any:
+        text = ast.unparse(node) if self.known else ""
+        if text in self.known:
+            self.used.add(text)
+            return self.known[text]
+        match node:
+            case ast.Constant():
+                return (
+                    node.value
+                    if isinstance(node.value, bool | int | float | str)
+                    else (None if node.value is None else self.unknown(node))
+                )
+            case ast.Name():
+                if node.id in scope:
+                    return scope[node.id]
+                return self.module.scope.get(node.id, ImportedName(node.id))
+            case ast.Attribute():
+                return self.attribute(node, scope)
+            case ast.Call():
+                return self.call(node, scope)
+            case ast.BinOp():
+                left, right = self.value(node.left, scope), self.value(node.right, scope)
+                return combine(node, left, right, self.unknown(node))
+            case ast.UnaryOp():
+                return self.unary(node, scope)
+            case ast.BoolOp():
+                return self.boolean(node, scope)
+            case ast.Compare():
+                values = [self.value(part, scope) for part in (node.left, *node.comparators)]
+                return compare(node, values, self.unknown(node))
+            case ast.IfExp():
+                truth = truth_of(self.value(node.test, scope))
+                if truth is None:
+                    self.value(node.body, scope)
+                    self.value(node.orelse, scope)
+                    return self.unknown(node)
+                return self.value(node.body if truth else node.orelse, scope)
+            case ast.List():
+                return [self.value(item, scope) for item in node.elts]
+            case ast.Tuple():
+                return tuple(self.value(item, scope) for item in node.elts)
+            case ast.Dict():
+                return self.dictionary(node, scope)
+            case ast.JoinedStr():
+                return self.text(node, scope)
+            case ast.Subscript():
+                return self.item(node, scope)
+            case ast.NamedExpr():
+                value = self.value(node.value, scope)
+                self.assign(node.target, value, scope)
+                return value
+            case _:
+                return self.unknown(node)
+
+    def unknown(self, node: ast.expr) -> Unknown:
+        return Unknown(ast.unparse(node), place_of(node))
+
+    def unary(self, node: ast.UnaryOp, scope: Scope) -> Any:
+        value = self.value(node.operand, scope)
+        if isinstance(node.op, ast.Not):
+            truth = truth_of(value)
+            return self.unknown(node) if truth is None else not truth
+        if is_number(value) and isinstance(node.op, ast.USub):
+            return -value
+        return self.unknown(node)
+
+    def boolean(self, node: ast.BoolOp, scope: Scope) -> Any:
+        ends = isinstance(node.op, ast.Or)
+        sure = True
+        value: Any = None
+        for part in node.values:
+            value = self.value(part, scope)
+            truth = truth_of(value)
+            if truth is ends:
+                return value if sure else truth
+            sure = sure and truth is not None
+        return value if sure else self.unknown(node)
+
+    def text(self, node: ast.JoinedStr, scope: Scope) -> Any:
+        """An f-string whose parts can be told, without formats."""
+        parts = []
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                value = self.value(part.value, scope)
+                if part.format_spec is not None or part.conversion != -1:
+                    return self.unknown(node)
+            else:
+                value = self.value(part, scope)
+            if not isinstance(value, str | int | float):
+                return self.unknown(node)
+            parts.append(str(value))
+        return "".join(parts)
+
+    def dictionary(self, node: ast.Dict, scope: Scope) -> Any:
+        """A dictionary with texts as keys; ``**other`` is laid out in it."""
+        found = ScriptDict()
+        for key, item in zip(node.keys, node.values, strict=True):
+            value = self.value(item, scope)
+            if key is None and isinstance(value, ScriptDict):
+                found.update(value)
+                found.places.update(value.places)
+                continue
+            name = None if key is None else self.value(key, scope)
+            if key is None or not isinstance(name, str):
+                return self.unknown(node)
+            found.put(name, value, place_of(key), self.module.file)
+        return found
+
+    def item(self, node: ast.Subscript, scope: Scope) -> Any:
+        owner, key = self.value(node.value, scope), self.value(node.slice, scope)
+        if isinstance(owner, dict) and isinstance(key, str) and key in owner:
+            return owner[key]
+        whole = isinstance(key, int) and not isinstance(key, bool)
+        if isinstance(owner, list | tuple) and whole and -len(owner) <= key < len(owner):
+            return owner[key]
+        return self.unknown(node)
+
+    def attribute(self, node: ast.Attribute, scope: Scope) -> Any:
+        owner = self.value(node.value, scope)
+        if isinstance(owner, ImportedName):
+            return ImportedName(f"{owner.dotted}.{node.attr}")
+        if isinstance(owner, Module):
+            return owner.scope.get(node.attr, self.unknown(node))
+        if isinstance(owner, Thing):
+            if node.attr in owner.facts:
+                return owner.facts[node.attr]
+            if owner.kind == "arguments":
+                return self.argument(owner, node)
+        return self.unknown(node)
+
+    def argument(self, owner: Thing, node: ast.Attribute) -> Any:
+        if node.attr in self.arguments:
+            self.used.add(node.attr)
+            return self.arguments[node.attr]
+        return self.unknown(node)
+
+
+def truth_of(value: Any) -> bool | None:
+    """Whether a condition holds; None where that cannot be told."""
+    if isinstance(value, Unknown | ImportedName):
+        return None
+    if isinstance(value, Thing | Function | Kind | Module):
+        return True
+    return bool(value)
