@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -147,3 +148,43 @@ def test_a_parameter_without_a_gradient_is_not_stepped_where_the_script_reduces(
     values = plan_of(path, world_size=2).values
     assert values["strategy.find_unused_parameters"] is True
     assert "strategy.zero_unused" not in values
+
+
+STRANGERS = {
+    "import pytorch_lightning as pl\n": "trains by Lightning; give its Trainer strategy=Torsh",
+    "from transformers import Trainer\n": "trains by Hugging Face's Trainer",
+    "import os, accelerate\n": "trains by accelerate",
+    "from tensorflow import keras\n": "does not train torch",
+    "import torch\n": "trains plain torch, without an engine to translate",
+    "import os\n": "imports no engine that is known here",
+    "import horovod.torch as hvd\nprint 'x'\n": "a script of Python 2 has to be converted first",
+}
+
+
+@pytest.mark.parametrize("text", STRANGERS)
+def test_a_script_that_is_nobodys_is_told_what_it_is(text, tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    assert main(["translate", str(path)]) == 2
+    assert STRANGERS[text] in capsys.readouterr().err
+
+
+def test_the_code_cells_of_a_notebook_are_a_script(tmp_path, capsys):
+    path = tmp_path / "train.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": ["import horovod.torch"]},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install x\n"]},
+        {"cell_type": "code", "source": BY_HAND.splitlines(keepends=True)},
+    ]
+    path.write_text(json.dumps({"cells": cells}))
+    plan = plan_of(path, world_size=2)
+    assert plan.values["optimizer.lr"] == 0.1
+    [reduced] = [f for f in plan.findings if f.key == "hvd.allreduce_"]
+    line = 1 + [text.strip() for text in BY_HAND.splitlines()].index(
+        "hvd.allreduce_(parameter.grad)"
+    )
+    assert reduced.line == 3 + line  # two lines of the kernel's, and one between
+    assert any("code cells" in note for note in plan.notes)
+    path.write_text("{")
+    assert main(["translate", str(path)]) == 2
+    assert "is no notebook" in capsys.readouterr().err

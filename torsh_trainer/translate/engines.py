@@ -10,6 +10,7 @@ from typing import Any
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.python.strangers import explain_script
 from torsh_trainer.utils import registry
 
 
@@ -63,6 +64,9 @@ def translator_of(source: str | Path, command: str | None = None) -> Translator:
     for translator in translators:
         if translator.recognises(Path(source), command):
             return translator
+    stranger = explain_script(Path(source)) if source else None
+    if stranger is not None:
+        raise stranger
     raise ConfigError(
         f"{source} is nothing that translate knows", fix=f"it reads {_list_sources(translators)}"
     )

@@ -19,6 +19,7 @@ from torsh_trainer.translate.deepspeed.script.planning import (
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import fill, translate
 from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.python.parsing import read_source
 from torsh_trainer.translate.reading import NEOX_MARKS, exists, read, text_of
 
 _ENDINGS = (".json", ".hjson", ".yaml", ".yml", "")
@@ -52,16 +53,16 @@ class DeepSpeedTranslator(Translator):
             return False
         if not exists(source) or source.is_dir() or source.suffix.lower() == ".json":
             return True  # base64, or whoever reads it says what is wrong
+        if _is_python(source):
+            return "deepspeed" in read_source(source)
         text = text_of(source)
-        if source.suffix.lower() == ".py":
-            return "deepspeed" in text
         if source.suffix.lower() not in _ENDINGS and not _BRACE.match(text):
             return False
         return source.suffix.lower() not in (".yaml", ".yml") or not _is_foreign(source, text)
 
     def identifies(self, source: Path) -> bool:
         if _is_python(source):
-            return is_deepspeed_script(text_of(source))
+            return is_deepspeed_script(read_source(source))
         if source.suffix.lower() not in _ENDINGS or not source.suffix:
             return False
         try:
@@ -91,7 +92,7 @@ class DeepSpeedTranslator(Translator):
 
 
 def _is_python(source: str | Path) -> bool:
-    return str(source).lower().endswith(".py") and exists(Path(source))
+    return str(source).lower().endswith((".py", ".ipynb")) and exists(Path(source))
 
 
 def _make_options(asked: TranslationRequest) -> Options:

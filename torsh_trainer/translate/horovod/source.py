@@ -15,6 +15,7 @@ from torsh_trainer.translate.horovod.job import ELASTIC, HorovodJob, Leaf, Optio
 from torsh_trainer.translate.horovod.launch import Launch
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.arguments import read_setting, read_words
+from torsh_trainer.translate.python.parsing import read_source
 from torsh_trainer.translate.reading import text_of
 
 Sort = Literal["launch", "config", "wrapper", "environment", "script"]
@@ -33,7 +34,7 @@ def sort_of(path: Path, text: str) -> Sort | None:
     """What ``text`` is, by its content; None where it is nothing of Horovod's."""
     if path.suffix.lower() == ".json":
         return None
-    if path.suffix == ".py" or _PYTHON.search(text):
+    if path.suffix in (".py", ".ipynb") or _PYTHON.search(text):
         return "script" if _IMPORTS.search(text) else None
     if path.suffix.lower() in (".yaml", ".yml"):
         return _sort_of_yaml(path, text)
@@ -67,7 +68,7 @@ def job_of(source: str | Path, options: Options) -> HorovodJob:
     name = str(source) if source else "--command"
     if source:
         path = Path(source)
-        text = text_of(path)
+        text = read_source(path)
         sort = sort_of(path, text)
         if sort is None:
             raise ConfigError(f"{path} is no job on Horovod", fix=f"name {READS}")

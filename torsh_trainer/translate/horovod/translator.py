@@ -17,7 +17,8 @@ from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
 from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan
 from torsh_trainer.translate.proofs import find_proofs
-from torsh_trainer.translate.reading import exists, text_of
+from torsh_trainer.translate.python.parsing import note_lines, read_source
+from torsh_trainer.translate.reading import exists
 
 RULE_MODULES = (rules_launch, rules_script)
 """Importing them enters their rules."""
@@ -81,7 +82,8 @@ def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
 
 def _notes(job: HorovodJob) -> tuple[str, ...]:
     names = [Path(name).name for name in job.files]
-    return (f"read with it: {', '.join(names)}",) if names else ()
+    said = [f"read with it: {', '.join(names)}"] if names else []
+    return (*said, *note_lines(Path(job.name)))
 
 
 def _defaults(job: HorovodJob) -> Iterator[Leaf]:
@@ -210,12 +212,12 @@ class HorovodTranslator(Translator):
             return True
         if not exists(source) or source.is_dir() or source.suffix.lower() == ".json":
             return False
-        return sort_of(source, text_of(source)) is not None
+        return sort_of(source, read_source(source)) is not None
 
     def identifies(self, source: Path) -> bool:
         if not self.recognises(source, None):
             return False
-        text = text_of(source)
+        text = read_source(source)
         sort = sort_of(source, text)
         return sort != "environment" and (sort != "script" or "DistributedOptimizer" in text)
 

@@ -26,7 +26,7 @@ from torsh_trainer.translate.outcomes import refuse
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_setting
 from torsh_trainer.translate.python.events import Event, ScriptReading
-from torsh_trainer.translate.python.parsing import find_imports, parse
+from torsh_trainer.translate.python.parsing import find_imports, note_lines, parse, read_source
 from torsh_trainer.translate.python.project import ScriptProject, record_of
 from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
 from torsh_trainer.translate.reading import Document, read_text, text_of
@@ -86,7 +86,7 @@ class _ScriptPlanning:
         self.config_words = ""
 
     def plan(self) -> Plan:
-        tree = parse(text_of(self.path), name=self.name)
+        tree = parse(read_source(self.path), name=self.name)
         walk = DeepSpeedWalk(
             self.world_size(),
             self.request.arguments,
@@ -330,6 +330,7 @@ class _ScriptPlanning:
 
     def notes(self) -> list[str]:
         said = ["model, data and loss are yours: write them as a task, or name a ready one"]
+        said += note_lines(self.path)
         read = [path.name for path, tree in self.project.files.items() if tree is not None]
         if read:
             said.append(f"read with it: {', '.join(read)}")
