@@ -188,7 +188,7 @@ def test_the_number_of_processes_is_one_question(folder):
         ("deepspeed.comm.barrier()", "comm.barrier", "yours"),
         ("deepspeed.tomorrow(1)", "tomorrow", "refused"),
         ("engine.train_batch()", "engine.train_batch", "refused"),
-        ("engine.load_checkpoint('x')", "engine.load_checkpoint", "approximate"),
+        ("engine.load_checkpoint('x')", "engine.load_checkpoint", "exact"),
         ("engine.get_lr()", "engine.get_lr", "yours"),
         ("deepspeed.initialize(model=None, config={})", "deepspeed.initialize (6)", "refused"),
     ],
@@ -257,3 +257,13 @@ def test_reading_executes_nothing(folder):
     assert ast.parse(Path("by_arguments.py").read_text())
     plan_of(folder / "by_arguments.py")
     assert not Path("ran").exists()
+
+
+def test_a_script_that_is_too_long_to_follow_says_so(folder):
+    text = "\n".join(["import deepspeed, torch", *["x = 1"] * 21_000, BY_ARGUMENTS])
+    Path("long.py").write_text(BY_ARGUMENTS + "\n".join(["x = 1"] * 21_000))
+    plan = plan_of(Path("long.py"), settings={"deepspeed_config": "ds.json"})
+    assert any("more statements than are followed" in note for note in plan.notes)
+    Path("late.py").write_text(text)
+    with pytest.raises(ConfigError, match="where reading does not get to"):
+        plan_of(Path("late.py"))

@@ -41,8 +41,9 @@ def _head(plan: Plan) -> Iterator[str]:
     if plan.taken_for:
         engine = _one_line(plan.taken_for)
     yield f"# Translated from {_one_line(plan.source)} ({engine})."
-    yield "# It names no model and no data: add task=, model= and data=, and the length of the run"
-    yield "# (trainer.max_steps or trainer.max_epochs), here or on the command line."
+    yield "# It names no model and no data: add task=, model= and data=, here or when it runs."
+    if not {"trainer.max_steps", "trainer.max_epochs"} & set(plan.values):
+        yield "# Nor the length of the run: trainer.max_steps or trainer.max_epochs."
     for verdict in ("refused", "approximate"):
         findings = [finding for finding in plan.findings if finding.verdict == verdict]
         if findings:

@@ -16,6 +16,7 @@ from torsh_trainer.translate.horovod.script import Event, ScriptReading
 from torsh_trainer.translate.horovod.yaml_files import ARGUMENTS, argument_problem, plain_name
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Fact
+from torsh_trainer.translate.python.events import TOO_LONG
 from torsh_trainer.translate.python.project import ScriptProject
 from torsh_trainer.translate.python.torch_calls import name_positional
 from torsh_trainer.translate.python.values import ImportedName, Thing, Unknown, is_number, is_plain
@@ -177,6 +178,8 @@ class _Leaves:
         self.schedule()
         self.others()
         facts = tuple(self.facts.values())
+        if not self.reading.is_whole:
+            self.problem(Place(1, 1), TOO_LONG, "name the script that trains, or split it")
         missing = self.reading.all("load.missing")
         if facts and missing:  # what it holds answers the rest
             facts = (self.fact_of_file(missing[0]),)

@@ -28,10 +28,14 @@ class Event:
 
 @dataclass(frozen=True)
 class ScriptReading:
-    """What a script does, in the order of a run; ``used`` are the settings that were asked for."""
+    """What a script does, in the order of a run; ``used`` are the settings that were asked for.
+
+    ``is_whole``: all of it was followed; a script of very many statements is not.
+    """
 
     events: tuple[Event, ...]
     used: frozenset[str]
+    is_whole: bool = True
 
     def all(self, what: str) -> list[Event]:
         """The events of one sort."""
@@ -88,3 +92,7 @@ class FunctionScope(dict[str, Any]):
 def place_of(node: ast.AST) -> Place:
     """Where a node stands."""
     return Place(getattr(node, "lineno", 1), getattr(node, "col_offset", 0) + 1)
+
+
+TOO_LONG = "the script has more statements than are followed: what comes last in a run was not read"
+"""What is said of a reading that is not whole."""

@@ -19,6 +19,7 @@ from torsh_trainer.translate.python.values import (
     combine,
     compare,
     is_number,
+    write_expression,
 )
 
 
@@ -29,6 +30,7 @@ class Expressions(abc.ABC):
     def __init__(self, arguments: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         self.arguments, self.known = arguments, known
         self.used: set[str] = set()
+        self.stated = {type(tree.body) for tree in map(_parse_stated, known) if tree is not None}
         self.module = Module("")
 
     @abc.abstractmethod
@@ -40,8 +42,7 @@ class Expressions(abc.ABC):
         """``target = value``."""
 
     def value(self, node: ast.expr, scope: Scope) -> Any:
-        text = ast.unparse(node) if self.known else ""
-        if text in self.known:
+        if type(node) in self.stated and (text := write_expression(node)) in self.known:
             self.used.add(text)
             return self.known[text]
         match node:
@@ -94,7 +95,7 @@ class Expressions(abc.ABC):
                 return self.unknown(node)
 
     def unknown(self, node: ast.expr) -> Unknown:
-        return Unknown(ast.unparse(node), place_of(node))
+        return Unknown(node, place_of(node))
 
     def unary(self, node: ast.UnaryOp, scope: Scope) -> Any:
         value = self.value(node.operand, scope)
@@ -174,6 +175,14 @@ class Expressions(abc.ABC):
             self.used.add(node.attr)
             return self.arguments[node.attr]
         return self.unknown(node)
+
+
+def _parse_stated(text: str) -> ast.Expression | None:
+    """What ``--set`` states, where it is an expression."""
+    try:
+        return ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        return None
 
 
 def truth_of(value: Any) -> bool | None:

@@ -14,8 +14,9 @@ from torsh_trainer.translate.python.values import ScriptDict
 from torsh_trainer.translate.reading import read_text, text_of
 
 _FOLDERS_ABOVE = 3
-_MOST_FILES = 60
-_LARGEST_BYTES = 400_000
+_MOST_FILES = 40
+_MOST_BYTES = 400_000
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass
@@ -30,6 +31,7 @@ class ScriptProject:
     files: dict[Path, ast.Module | None] = field(default_factory=dict)
     opened: dict[str, None] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
 
     def find_module(self, dotted: str, importer: str) -> tuple[str, ast.Module] | None:
         """The file and the tree of a module; None where it is not the project's."""
@@ -66,12 +68,13 @@ class ScriptProject:
                 root.joinpath(*parts).with_suffix(".py"),
                 root.joinpath(*parts, "__init__.py"),
             ):
-                if path.is_file():
+                if path.is_file() and not any(part in _INSTALLED for part in path.parts):
                     return path
         return None
 
     def _read(self, path: Path) -> ast.Module | None:
-        if len(self.files) >= _MOST_FILES or path.stat().st_size > _LARGEST_BYTES:
+        self.bytes += path.stat().st_size
+        if len(self.files) >= _MOST_FILES or self.bytes > _MOST_BYTES:
             self.unread[self._name_of(path)] = "the project is larger than is read"
             return None
         try:

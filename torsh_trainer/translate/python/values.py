@@ -7,19 +7,32 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 from torsh_trainer.translate.nodes import Place
 
 
+@lru_cache(maxsize=4096)
+def write_expression(node: ast.expr) -> str:
+    """An expression as Python writes it."""
+    return ast.unparse(node)
+
+
 @dataclass(frozen=True)
 class Unknown:
-    """What only a run would tell. ``divided``: by what it was divided since it was made."""
+    """What only a run would tell: ``of`` is its expression, or words for it. ``divided``: by what
+    it was divided since it was made."""
 
-    text: str
+    of: str | ast.expr
     place: Place
     divided: Any = 1
+
+    @property
+    def text(self) -> str:
+        """The expression as Python writes it."""
+        return self.of if isinstance(self.of, str) else write_expression(self.of)
 
 
 @dataclass(frozen=True)

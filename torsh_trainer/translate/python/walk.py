@@ -38,7 +38,7 @@ from torsh_trainer.translate.python.values import (
     is_plain,
 )
 
-_MOST_STEPS = 40_000
+_MOST_STEPS = 20_000
 """Beyond these a script is not followed further."""
 
 FindFile = Callable[[str], "Path | None"]
@@ -75,7 +75,8 @@ class Walk(ScriptCalls):
             self.walk_script(tree)
         except RecursionError as error:
             raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
-        return ScriptReading(tuple(self.events), frozenset(self.used))
+        is_whole = self.steps <= _MOST_STEPS
+        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole)
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
         """A function of the script is decorated by something imported."""

@@ -25,7 +25,7 @@ from torsh_trainer.translate.deepspeed.translator import translate_document
 from torsh_trainer.translate.outcomes import refuse
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_setting
-from torsh_trainer.translate.python.events import Event, ScriptReading
+from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
 from torsh_trainer.translate.python.parsing import find_imports, note_lines, parse, read_source
 from torsh_trainer.translate.python.project import ScriptProject, record_of
 from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
@@ -322,14 +322,15 @@ class _ScriptPlanning:
             dtypes=below.dtypes if below and not self.facts else (),
             memory=below.memory if below and not self.facts else None,
             taken_for=f"a script for DeepSpeed, read and not executed{where}",
-            notes=tuple(self.notes()),
+            notes=tuple(self.notes(reading)),
             facts=tuple(self.facts),
             command=_RUN,
             files=(*self.project.opened, *map(str, self.project.files)),
         )
 
-    def notes(self) -> list[str]:
+    def notes(self, reading: ScriptReading) -> list[str]:
         said = ["model, data and loss are yours: write them as a task, or name a ready one"]
+        said += [] if reading.is_whole else [TOO_LONG]
         said += note_lines(self.path)
         read = [path.name for path, tree in self.project.files.items() if tree is not None]
         if read:

@@ -8,7 +8,6 @@ from typing import Any
 
 from torsh_trainer.translate.outcomes import (
     Outcome,
-    approximate,
     dead,
     exact,
     faster,
@@ -32,9 +31,8 @@ ENGINE: Mapping[str, Outcome] = {
     "save_checkpoint": exact("checkpoint.every says how often, checkpoint.dir where"),
     "save_16bit_model": exact("checkpoint export writes weights"),
     "save_fp16_model": exact("checkpoint export writes weights"),
-    "load_checkpoint": approximate(
-        "resume=RUN goes on from a checkpoint of ours; one of DeepSpeed's comes in by checkpoint "
-        "import, weights alone"
+    "load_checkpoint": exact(
+        "resume=RUN goes on; a checkpoint of DeepSpeed's comes in by checkpoint import"
     ),
     "train_batch": refuse(f"a pipeline's step: {_MESHES}"),
     "eval_batch": refuse(f"a pipeline's step: {_MESHES}"),
