@@ -87,6 +87,7 @@ def test_a_backend_that_was_named_and_is_missing_is_an_error(run_door):
     assert "--backends glo is unknown to torch.distributed; did you mean 'gloo'?" in told
 
 
+@pytest.mark.exhaustive
 def test_mpi_stands_beside_gloo(run_door, tmp_path):
     args = ["--collectives", "all_reduce,all_to_all", "--max", "4K", "--iterations", "2"]
     answer = run_door(["comm", "bench", "--backends", "gloo,mpi", *args, "--json", "t.json"])
@@ -109,6 +110,7 @@ def page(repository) -> str:
     return (repository / "docs" / "collectives.md").read_text()
 
 
+@pytest.mark.exhaustive
 def test_every_command_of_the_page_works(page, run_command, warm_script, tmp_path):
     for name, text in FILE.findall(page):
         (tmp_path / name).write_text(text)

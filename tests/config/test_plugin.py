@@ -154,6 +154,7 @@ class TestInstalled:
         assert answer.returncode == 0, answer.stderr
         assert "torsh_example.strategy.Example" in answer.stdout
 
+    @pytest.mark.exhaustive
     def test_it_is_a_strategy_by_name_for_the_library(self, environment, run_command, tmp_path):
         script = (
             "from torsh_trainer.utils import registry; "
@@ -180,6 +181,7 @@ class TestInstalled:
             losses[strategy] = result["train_loss"]
         assert losses["example"] == pytest.approx(losses["ddp"], rel=1e-5)
 
+    @pytest.mark.exhaustive
     def test_what_it_leaves_out_it_refuses_by_name(self, plugin_door):
         answer = plugin_door("+recipe=example_digits", "precision=bf16_mixed")
         assert answer.returncode == 2
@@ -259,6 +261,7 @@ class TestInstalled:
         lines = [f"{row['split']} {row['step']} {row['loss']:.6f}" for row in rows]
         assert (run / "log.txt").read_text().splitlines() == lines
 
+    @pytest.mark.exhaustive
     def test_its_formats_take_weights_away_and_back(self, plugin_door, tmp_path):
         answer = plugin_door("+recipe=example_digits", "trainer.max_steps=1", "hydra.run.dir=run")
         assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -297,6 +300,7 @@ class TestInstalled:
         assert answer.stdout == "('nice',)\n", answer.stderr
 
     @pytest.mark.parametrize("suites", [STRATEGY, OTHERS], ids=["strategy", "others"])
+    @pytest.mark.exhaustive
     def test_it_passes_the_suites_that_ship(self, suites, environment, run_command, tmp_path):
         (tmp_path / "test_example.py").write_text(suites)
         command = [environment, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path]

@@ -180,6 +180,7 @@ def test_optuna_is_told_of_a_failed_job_and_goes_on(door, home):
     assert set(statuses) == {"done", "failed"}
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_fails_under_optuna_is_told_in_one_line(run_door, home):
     args = ["hydra.sweeper.n_trials=1", "trainer.max_steps=choice(-2,-1)"]
     answer = run_door(optuna(*args), home)

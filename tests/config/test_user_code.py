@@ -55,6 +55,7 @@ def test_every_command_of_the_page_works(page, project, run_door, warm_door):
     assert len(list(project.glob("runs/sweeps/*/*/result.json"))) == 2
 
 
+@pytest.mark.exhaustive
 def test_its_code_is_found_from_another_directory(project, run_door):
     (project / "elsewhere").mkdir()
     args = ["--config-dir", "../conf", "+recipe=waves", "trainer.max_steps=1"]

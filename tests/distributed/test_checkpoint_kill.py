@@ -115,6 +115,7 @@ class Assassin:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.exhaustive
 def test_a_run_killed_at_random_moments_comes_to_the_same_end_bit_for_bit(
     strategy: str, mode: str, lives: Any, tmp_path: Path, record_property: Callable[..., None]
 ) -> None:
@@ -224,6 +225,7 @@ def test_rank_0_is_killed_at_every_moment_of_a_save(mode: str, lives: Any, tmp_p
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.exhaustive
 def test_rank_1_is_killed_whenever_it_opens_a_file_of_a_checkpoint(
     mode: str, lives: Any, tmp_path: Path
 ) -> None:

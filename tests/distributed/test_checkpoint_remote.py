@@ -262,6 +262,7 @@ def save_and_die(comm: Communicator, folder: RemotePath, moment: str) -> None:
         ("after the manifest", 2),
     ],
 )
+@pytest.mark.matrix(1)
 def test_a_process_killed_while_saving_leaves_what_was_whole(folder, moment, visible):
     alone(folder).save(1, state(LocalCommunicator(), 1), {})
     with RankPool(2) as pool, pytest.raises(RankFailure):

@@ -233,6 +233,7 @@ def test_a_run_stopped_amid_saves_and_evaluations_goes_on_bit_for_bit(
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_in_the_folder_of_one_at_work_is_refused_and_the_first_does_not_notice(
     place: Any,
 ) -> None:

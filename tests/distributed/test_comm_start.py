@@ -256,6 +256,7 @@ def test_a_collective_that_one_rank_leaves_out_ends_and_names_rank_and_operation
     assert "comm.timeout_s=1" in words
 
 
+@pytest.mark.exhaustive
 def test_torchrun_serves_the_store_and_may_restart_its_workers(run_command, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

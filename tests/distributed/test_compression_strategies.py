@@ -429,6 +429,7 @@ def test_digits_learns_as_well_with_one_percent_of_its_gradients(digits: dict[st
         assert topk["metrics"][split] >= none["metrics"][split] - 0.01
 
 
+@pytest.mark.exhaustive
 def test_reports_and_the_result_say_how_many_bytes_were_sent(digits: dict[str, Path]) -> None:
     names = ("sent_bytes_per_step", "received_bytes_per_step")
     assert [result_of(digits["none"])[name] for name in names] == [None, None]

@@ -125,6 +125,7 @@ def seconds_since_the_raise(script: Path) -> float:
     ("where", "size"),
     [("training", 2), ("training", 4), ("save", 2)],
 )
+@pytest.mark.exhaustive
 def test_a_rank_that_raises_ends_the_job_of_the_launcher_with_its_words(where, size, script):
     job = start(script, where, size)
     _, error = job.communicate(timeout=480)
@@ -141,6 +142,7 @@ def start_two(script: Path, where: str, store: TCPStore) -> list[subprocess.Pope
 
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize("where", ["evaluation", "callback", "on_error"])
+@pytest.mark.exhaustive
 def test_so_does_one_that_another_program_started(where, script):
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = start_two(script, where, store)

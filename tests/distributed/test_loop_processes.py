@@ -60,6 +60,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.matrix(1)
 def test_a_signal_to_the_parent_stops_all_ranks_after_one_step_with_a_checkpoint(
     number: int, code: int, tmp_path: Path
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_signal_to_the_parent_stops_all_ranks_after_one_step_with_a_checkpoint
     assert told["error"]["type"] == "Interrupted"
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_stopped_goes_on_on_the_same_curve(
     run_door: Any, warm_door: Any, tmp_path: Path
 ) -> None:
@@ -141,6 +143,7 @@ def test_early_stopping_ends_at_the_same_step_as_on_one_process(
     assert stopped_at(2) == alone
 
 
+@pytest.mark.exhaustive
 def test_an_unused_parameter_is_named_by_ddp_and_allowed_when_asked(
     run_door: Any, warm_door: Any, tmp_path: Path
 ) -> None:

@@ -240,6 +240,7 @@ def found_out(verify: Any) -> Any:
         ("other_weights", 0, "parameters", "initialisation", "before the first step"),
     ],
 )
+@pytest.mark.matrix(1)
 def test_a_wrong_strategy_is_found_out_and_the_right_rule_suspected(
     strategy: str, step: int, quantity: str, rule: str, words: str, found_out: Any
 ) -> None:

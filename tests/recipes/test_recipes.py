@@ -29,6 +29,7 @@ def reports_of(folder: Path, split: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["split"] == split]
 
 
+@pytest.mark.exhaustive
 def test_digits_on_two_processes_are_read_with_an_accuracy_of_097(
     run_door: Door, tmp_path: Path
 ) -> None:

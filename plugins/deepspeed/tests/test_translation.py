@@ -232,6 +232,7 @@ def share_of_the_bound(config: dict[str, Any], run: TrialRun) -> float:
 @pytest.mark.matrix(2)
 @pytest.mark.proves("gradients.dtype", "precision.accumulation", "precision.fp16", "zero.stage")
 @pytest.mark.parametrize(("stage", "precision"), LOW)
+@pytest.mark.exhaustive
 def test_on_four_ranks_a_step_differs_by_the_roundings_of_a_sum_at_most(stage, precision):
     """Which of them there are depends on a value's place in its buffer: here and there another."""
     for accumulate in ACCUMULATIONS:

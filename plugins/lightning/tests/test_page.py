@@ -54,6 +54,7 @@ def results(project: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files]
 
 
+@pytest.mark.exhaustive
 def test_every_command_of_the_page_works_and_its_strategies_agree(ran, project):
     single, ddp, fsdp, gloo, resumed, template = results(project)
     assert [one["strategy"] for one in (ddp, fsdp, gloo)] == ["ddp", "fsdp", "gloo"]

@@ -146,6 +146,7 @@ def srun(slurm, tmp_path) -> Callable[..., str]:
     return run
 
 
+@pytest.mark.exhaustive
 def test_a_script_of_lightnings_trains_the_same_under_srun(srun, tmp_path, on_ranks):
     (tmp_path / "script.py").write_text(SCRIPT)
     text = srun("script.py", "torsh-fsdp", "fsdp.ckpt")

@@ -95,6 +95,7 @@ def by_lightning(world: World, port: int, folder: Path, jobs: list[str]) -> dict
     return told
 
 
+@pytest.mark.exhaustive
 def test_every_job_of_a_sweep_has_its_own_processes_folder_and_result(tmp_path, on_ranks):
     (tmp_path / "mine.yaml").write_text(CONFIG)
     (tmp_path / "mine.py").write_text(SCRIPT)

@@ -438,6 +438,7 @@ def over_gloo(tmp_path_factory):
 
 
 class TestDoor:
+    @pytest.mark.exhaustive
     def test_a_recipe_trains_over_mpi_as_over_gloo_whichever_launcher_starts_it(
         self, tmp_path, over_gloo
     ):
@@ -454,6 +455,7 @@ class TestDoor:
         assert (over_gloo["comm"], over_gloo["world_size"]) == ("gloo", 2)
         assert losses["local"] == pytest.approx(over_gloo["train_loss"], rel=1e-6)
 
+    @pytest.mark.exhaustive
     def test_a_backend_that_a_process_lacks_is_an_error_or_a_fallback_for_all(
         self, tmp_path, over_gloo
     ):

@@ -495,6 +495,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("waits", ["here", "elsewhere"])
     @pytest.mark.parametrize("revokes", [True, False])
+    @pytest.mark.matrix(2)
     def test_a_rank_that_does_not_come_is_named_by_all_others(self, waits, revokes, away):
         def case(comm):
             if not revokes:
