@@ -163,6 +163,13 @@ def test_a_dictionary_is_followed_through_functions_modules_and_changes(folder):
     assert finding(plan, "loss / ...").verdict == "yours"
 
 
+def test_an_argument_that_is_changed_under_a_condition_is_not_known(folder):
+    change = "import elsewhere\nif elsewhere.small():\n    args.stage = 3\nconfig = make"
+    Path("by_function.py").write_text(BY_FUNCTION.replace("config = make", change))
+    names = [fact.name for fact in plan_of(folder / "by_function.py", world_size=2).facts]
+    assert names == ["zero_optimization.stage"]
+
+
 def test_the_number_of_processes_is_one_question(folder):
     facts = plan_of(folder / "by_function.py").facts
     assert [(fact.name, fact.value) for fact in facts] == [("world_size", "N")]
@@ -257,6 +264,27 @@ def test_reading_executes_nothing(folder):
     assert ast.parse(Path("by_arguments.py").read_text())
     plan_of(folder / "by_arguments.py")
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("for key in read():\n    config[key] = 1", "config[key]"),
+        ("config.update(read())", "config.update(read())"),
+        ("del config[read()]", "del config[read()]"),
+        ("if read():\n    del config['optimizer']", "del config['optimizer']"),
+    ],
+)
+def test_a_change_whose_key_cannot_be_told_is_refused_by_name(folder, change, key):
+    call = "deepspeed.initialize(model=None, config=config)\n"
+    text = f"import deepspeed\nfrom elsewhere import read\nconfig = {CONFIG!r}\n{change}\n{call}"
+    Path("one.py").write_text(text)
+    assert finding(plan_of(Path("one.py")), key).verdict == "refused"
+    told = text.replace(change, "del config['optimizer']\nconfig.update(gradient_clipping=2.0)")
+    Path("one.py").write_text(told)
+    plan = plan_of(Path("one.py"))
+    assert plan.values["trainer.max_grad_norm"] == 2.0
+    assert not [f for f in plan.findings if f.key == "optimizer.type" and f.given]
 
 
 def test_a_script_that_is_too_long_to_follow_says_so(folder):

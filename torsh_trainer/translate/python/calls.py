@@ -30,6 +30,7 @@ from torsh_trainer.translate.python.values import (
     compute,
     is_plain,
     times,
+    write_expression,
 )
 
 _DEEPEST_CALLS = 12
@@ -179,11 +180,15 @@ class ScriptCalls(Expressions):
         if name == "copy":
             return owner.copy()
         if name == "update":
-            for other in (key, ScriptDict(named)):
-                if isinstance(other, ScriptDict):
-                    for one, value in other.items():
-                        place, file = other.places.get(one, (place_of(node), self.module.file))
-                        owner.put(one, self.sure(value, node), place, file)
+            for other in (*args, ScriptDict(named)):
+                if not isinstance(other, ScriptDict):
+                    place = place_of(node)
+                    owner.untold.append((write_expression(node), place, self.module.file))
+                    continue
+                owner.untold += other.untold
+                for one, value in other.items():
+                    place, file = other.places.get(one, (place_of(node), self.module.file))
+                    owner.put(one, self.sure(value, node), place, file)
             return None
         if name in ("get", "pop", "setdefault") and isinstance(key, str):
             otherwise = args[1] if len(args) > 1 else None

@@ -141,6 +141,7 @@ class Expressions(abc.ABC):
             if key is None and isinstance(value, ScriptDict):
                 found.update(value)
                 found.places.update(value.places)
+                found.untold += value.untold
                 continue
             name = None if key is None else self.value(key, scope)
             if key is None or not isinstance(name, str):

@@ -52,11 +52,13 @@ class Thing:
 
 
 class ScriptDict(dict[str, Any]):
-    """A dictionary of the script. ``places``: where its keys stand, and in which file."""
+    """A dictionary of the script. ``places``: where its keys stand, and in which file; ``untold``
+    are changes of which reading cannot tell the key, as they are written, with their places."""
 
     def __init__(self, items: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(items)
         self.places: dict[str, tuple[Place, str]] = dict(getattr(items, "places", {}))
+        self.untold: list[tuple[str, Place, str]] = list(getattr(items, "untold", []))
 
     def put(self, key: str, value: Any, place: Place, file: str) -> None:
         """``record[key] = value``, said at ``place``."""

@@ -36,6 +36,7 @@ from torsh_trainer.translate.python.values import (
     combine,
     division_of,
     is_plain,
+    write_expression,
 )
 
 _MOST_STEPS = 20_000
@@ -145,6 +146,9 @@ class Walk(ScriptCalls):
                     self.block(handler.body, dict(scope), returned)
                 self.block(node.orelse, scope, returned)
                 return self.block(node.finalbody, scope, returned) or ended
+            case ast.Delete():
+                for target in node.targets:
+                    self.delete(target, scope)
             case ast.Return():
                 value = None if node.value is None else self.value(node.value, scope)
                 returned.values.append(value)
@@ -216,17 +220,39 @@ class Walk(ScriptCalls):
             case ast.Attribute():
                 owner = self.value(target.value, scope)
                 if isinstance(owner, Thing):
-                    owner.facts[target.attr] = value
+                    before = owner.facts.get(target.attr)
+                    settled = is_plain(before) and before is not None
+                    owner.facts[target.attr] = self.sure(value, target) if settled else value
             case ast.Subscript():
                 key = self.value(target.slice, scope)
                 owner = self.value(target.value, scope)
                 if key == "lr" and not isinstance(owner, dict):
                     self.event("param_group.lr", target, {"value": value})
-                if isinstance(owner, ScriptDict) and isinstance(key, str):
-                    sure = self.sure(value, target)
-                    owner.put(key, sure, place_of(target), self.module.file)
+                if isinstance(owner, ScriptDict):
+                    self.put(owner, key, value, target)
             case _:
                 pass
+
+    def put(self, owner: ScriptDict, key: Any, value: Any, target: ast.expr) -> None:
+        """``owner[key] = value``."""
+        place, file = place_of(target), self.module.file
+        if isinstance(key, str):
+            owner.put(key, self.sure(value, target), place, file)
+        else:
+            owner.untold.append((write_expression(target), place, file))
+
+    def delete(self, target: ast.expr, scope: Scope) -> None:
+        """``del target``, of a dictionary."""
+        if not isinstance(target, ast.Subscript):
+            return
+        owner, key = self.value(target.value, scope), self.value(target.slice, scope)
+        if not isinstance(owner, ScriptDict):
+            return
+        if isinstance(key, str) and not self.around.under:
+            owner.pop(key, None)
+        else:
+            place, file = place_of(target), self.module.file
+            owner.untold.append((f"del {write_expression(target)}", place, file))
 
     def spread(
         self, parts: Sequence[ast.expr], value: Any, target: ast.expr

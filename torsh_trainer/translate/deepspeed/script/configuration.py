@@ -41,13 +41,15 @@ _RENAMED = {"adamw_mode": "adam_w_mode"}
 @dataclass
 class ScriptConfiguration:
     """A document for the translator: ``root`` with the places of all keys, ``files`` of keys that
-    stand in another file than the script, what is missing, and what ``--set`` has ``stated``."""
+    stand in another file than the script, what is missing, what ``--set`` has
+    ``stated``, and changes of which the key cannot be told."""
 
     root: Node
     files: dict[tuple[str, ...], str] = field(default_factory=dict)
     facts: list[Fact] = field(default_factory=list)
     unknown: list[tuple[str, Unknown, Place, str]] = field(default_factory=list)
     stated: set[str] = field(default_factory=set)
+    untold: list[tuple[str, Place, str]] = field(default_factory=list)
 
 
 def find_path(event: Event) -> str | ScriptDict | Unknown | None:
@@ -95,6 +97,7 @@ def document_root(
         if isinstance(value, dict):
             entries = {}
             places = getattr(value, "places", {})
+            found.untold += getattr(value, "untold", [])
             for key, inner in value.items():
                 where, source = places.get(key, (at, file))
                 inner_path = (*path, key)

@@ -255,6 +255,21 @@ class _ScriptPlanning:
             source = root.files.get(tuple(finding.key.split(".")), file)
             name = Path(source).name if source and source != self.name else ""
             moved.append(replace(finding, file=name if finding.given else ""))
+        for text, place, source in root.untold:
+            moved.append(
+                Finding(
+                    text,
+                    None,
+                    place.line,
+                    place.column,
+                    "refused",
+                    "",
+                    "it changes the configuration, and which key cannot be told by reading: set in "
+                    "the recipe what it does",
+                    "script.untold",
+                    file=Path(source).name if source else "",
+                )
+            )
         for dotted, hole, place, source in root.unknown:
             moved.append(
                 Finding(
