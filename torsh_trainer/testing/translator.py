@@ -60,6 +60,7 @@ class TranslatorContract:
     def test_a_source_of_others_is_not_taken(self, stranger: str) -> None:
         with _write(*self.foreign[stranger]) as path:
             assert not self.translator.recognises(path, None)
+            assert not self.translator.identifies(path)
 
     def test_what_cannot_be_read_is_no_error_before_it_is_translated(self, tmp_path: Path) -> None:
         assert self.translator.recognises(tmp_path / "nowhere", None) in (True, False)
