@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from torsh_trainer.errors import Unsupported
 
@@ -29,8 +29,10 @@ class Init:
 class GatheredParameters:
     """Within, ``params`` are whole; with ``modifier_rank`` that process's values are all's then.
 
+    Before ``deepspeed.initialize`` they are whole anyway, as they are below stage 3.
+
     Raises:
-        Unsupported: torch cannot put a whole parameter into the place of its part.
+        Unsupported: stage 3 has cut them.
     """
 
     def __init__(
@@ -46,40 +48,20 @@ class GatheredParameters:
             params = params.parameters()
         self._params = list(params) if enabled and isinstance(params, Iterable) else []
         self._source = modifier_rank
-        self._swapped: list[tuple[Tensor, Tensor]] = []
 
     def __enter__(self) -> None:
-        for parameter in self._params:
-            if isinstance(parameter, DTensor):
-                whole = nn.Parameter(
-                    parameter.detach().full_tensor().clone(), parameter.requires_grad
-                )
-                _swap(parameter, whole)
-                self._swapped.append((parameter, whole))
+        if any(isinstance(parameter, DTensor) for parameter in self._params):
+            raise Unsupported(
+                "GatheredParameters after deepspeed.initialize at stage 3",
+                fix="take values by deepspeed.utils.safe_get_full_fp32_param, or save them by "
+                "engine.save_16bit_model",
+            )
 
     @torch.no_grad()
     def __exit__(self, kind: object, *error: object) -> None:
         if self._source is not None and dist.is_initialized() and kind is None:
             for parameter in self._params:
                 dist.broadcast(parameter.data, src=self._source)
-        for parameter, held in self._swapped:
-            _swap(parameter, held)  # ``held`` has the whole values now
-            if self._source is not None and isinstance(parameter, DTensor):
-                part = distribute_tensor(
-                    held.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-                parameter.to_local().copy_(part.to_local())
-        self._swapped.clear()
-
-
-def _swap(one: Tensor, other: Tensor) -> None:
-    try:
-        torch.utils.swap_tensors(one, other)
-    except RuntimeError as error:
-        raise Unsupported(
-            f"GatheredParameters of a parameter that something else holds on to ({error})",
-            fix="take values by deepspeed.utils.safe_get_full_fp32_param",
-        ) from error
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

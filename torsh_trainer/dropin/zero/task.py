@@ -61,11 +61,11 @@ class GivenModel(Task):
             ]
             return {MAIN: self._spec.build(left)}
         made = self._spec.build(list(held.items()))
-        kind: Any = type(made)
-        known = [
-            {**group, "params": [self._now(p, held) for p in group["params"]]} for group in groups
-        ]
-        return {MAIN: kind(known, **made.defaults)}
+        made.param_groups.clear()
+        for group in groups:
+            params = [self._now(p, held) for p in group["params"]]
+            made.add_param_group({**group, "params": params})
+        return {MAIN: made}
 
     def _now(self, parameter: Any, held: Mapping[str, nn.Parameter]) -> nn.Parameter:
         name = self._names.get(id(parameter))
