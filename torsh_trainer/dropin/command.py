@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from torsh_trainer import environments
 from torsh_trainer.dropin import script as scripts
+from torsh_trainer.dropin.deepspeed_line import read_deepspeed_command
 from torsh_trainer.dropin.launch_line import honour_variables, read_command
 from torsh_trainer.dropin.names import ENGINES
 from torsh_trainer.dropin.order import Order
@@ -144,7 +145,9 @@ def _read(argv: Sequence[str]) -> Order:
             raise ConfigError(
                 f"drop-in is given a script, {words[0]}, and --command", fix="give one of them"
             )
-        order = read_command(options.command, env=dict(os.environ))
+        env = dict(os.environ)
+        theirs = read_deepspeed_command(options.command, env=env)
+        order = read_command(options.command, env=env) if theirs is None else theirs
     elif not words:
         raise ConfigError(
             "drop-in is given no script", fix="write drop-in -np 2 train.py, or --command '...'"
