@@ -146,7 +146,9 @@ class _Names(ast.NodeVisitor):
     def _is_left(self, module: str, name: str) -> bool:
         """It is refused where it is used, if ever."""
         engine = ENGINES[module.partition(".")[0]]
-        return engine.late and module == engine.name and name in engine.others and self._branches > 0
+        return (
+            engine.late and module == engine.name and name in engine.others and self._branches > 0
+        )
 
     def _module_of(self, node: ast.expr) -> str | None:
         if isinstance(node, ast.Name):

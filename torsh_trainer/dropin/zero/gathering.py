@@ -75,7 +75,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:
     """The whole fp32 values. Collective where they are cut."""
-    return param.detach().full_tensor() if isinstance(param, DTensor) else param.detach()
+    return param.full_tensor().detach() if isinstance(param, DTensor) else param.detach()
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torsh_trainer.dropin.deepspeed.comm import comm as comm
 from torsh_trainer.dropin.missing import refuse_unknown
 from torsh_trainer.dropin.names_deepspeed import COLLECTIVES
 from torsh_trainer.dropin.zero import processes

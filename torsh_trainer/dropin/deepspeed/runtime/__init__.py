@@ -1,6 +1,8 @@
 """``deepspeed.runtime``."""
 
-from torsh_trainer.dropin.deepspeed.runtime import activation_checkpointing as activation_checkpointing
+from torsh_trainer.dropin.deepspeed.runtime import (
+    activation_checkpointing as activation_checkpointing,
+)
 from torsh_trainer.dropin.deepspeed.runtime import dataloader as dataloader
 from torsh_trainer.dropin.deepspeed.runtime import engine as engine
 from torsh_trainer.dropin.deepspeed.runtime import zero as zero
