@@ -41,7 +41,10 @@ def test_every_name_of_the_table_is_there_and_no_other(module):
         ("import deepspeed\ndeepspeed.init_inference(m)\n", "train.py:2: deepspeed.init_inference"),
         ("import deepspeed\nx = deepspeed.moe.layer.MoE()\n", "is for mixtures of experts"),
         ("from deepspeed.ops.lamb import FusedLamb\n", "train.py:1: deepspeed.ops.lamb is not"),
-        ("import deepspeed\ndef f():\n    deepspeed.zero.nope\n", "train.py:3: deepspeed.zero.nope"),
+        (
+            "import deepspeed\ndef f():\n    deepspeed.zero.nope\n",
+            "train.py:3: deepspeed.zero.nope",
+        ),
     ],
 )
 def test_what_is_not_there_is_refused_with_its_line(tmp_path, text, words):
