@@ -1,6 +1,6 @@
 """Checkpoints of a DeepSpeed script under drop-in: ``save_dir/tag`` with one file a process.
 
-They are ours; DeepSpeed's own are read by ``translate``'s migration and not here.
+They are ours; DeepSpeed's own are refused.
 """
 
 from __future__ import annotations
