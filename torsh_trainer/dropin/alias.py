@@ -1,4 +1,7 @@
-"""``import horovod`` finds modules of ours, in this process alone; an installed one is not read."""
+"""``import horovod`` or ``deepspeed`` finds modules of ours, in this process alone.
+
+An installed one is not read.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,14 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from torsh_trainer.dropin.names import PUBLIC, ROOT, explain_missing
+from torsh_trainer.dropin.names import ENGINES
 
-NAME = "horovod"
 SHIM = Path(__file__).with_name("shim")
 """A folder for ``sys.path``: processes that a script starts find the modules of ours by it."""
 
 
 class AliasFinder(MetaPathFinder, Loader):
-    """Gives a module of ours for every name under ``horovod``.
+    """Gives a module of ours for every name under ``horovod`` and ``deepspeed``.
 
     The module is one object under both of its names, so that its classes exist once.
     """
@@ -27,23 +29,25 @@ class AliasFinder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Ours for what is Horovod's, nothing else.
+        """Ours for what is such an engine's, nothing else.
 
         Raises:
             ModuleNotFoundError: no module of ours stands for it.
         """
-        if fullname != NAME and not fullname.startswith(f"{NAME}."):
+        root, _, part = fullname.partition(".")
+        engine = ENGINES.get(root)
+        if engine is None:
             return None
-        part = fullname.removeprefix(NAME).removeprefix(".")
-        if part not in PUBLIC:
+        if part not in engine.public:
             module, _, name = part.rpartition(".")
-            raise ModuleNotFoundError(explain_missing(module, name), name=fullname)
-        is_package = any(other.startswith(f"{part}.") for other in PUBLIC) or not part
+            raise ModuleNotFoundError(engine.explain(module, name), name=fullname)
+        is_package = any(other.startswith(f"{part}.") for other in engine.public) or not part
         return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module of ours."""
-        module = importlib.import_module(spec.name.replace(NAME, ROOT, 1))
+        root = spec.name.partition(".")[0]
+        module = importlib.import_module(spec.name.replace(root, ENGINES[root].root, 1))
         spec.loader_state = module.__spec__
         return module
 
@@ -54,9 +58,12 @@ class AliasFinder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Has ``import horovod`` find ours from now on; without effect where it does already."""
+    """Has ``import horovod`` and ``import deepspeed`` find ours from now on.
+
+    Without effect where they do already.
+    """
     if any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         return
-    for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ENGINES]:
         del sys.modules[name]
     sys.meta_path.insert(0, AliasFinder())

@@ -1,4 +1,4 @@
-"""The verb ``drop-in``: a script for Horovod, run unmodified over ours."""
+"""The verb ``drop-in``: a script for Horovod or DeepSpeed, run unmodified over ours."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import NoReturn
 
 from torsh_trainer import environments
 from torsh_trainer.dropin import script as scripts
+from torsh_trainer.dropin.deepspeed_line import read_deepspeed_command
 from torsh_trainer.dropin.launch_line import honour_variables, read_command
+from torsh_trainer.dropin.names import ENGINES
 from torsh_trainer.dropin.order import Order
 from torsh_trainer.dropin.output import show_logs
 from torsh_trainer.dropin.rank import ScriptJob, cut_traceback, file_of, run_script
@@ -50,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
     job = ScriptJob(
         str(order.script),
         order.arguments,
+        local_rank=script.takes_local_rank and "deepspeed" in script.uses
+        if order.passes_local_rank is None
+        else order.passes_local_rank,
         backend=order.backend,
         network_interface=order.network_interface,
         startup_timeout_s=order.startup_timeout_s,
@@ -110,8 +115,9 @@ class _Logs:
 
 
 def _announce(order: Order, script: scripts.Script, size: int) -> None:
-    where = "" if script.uses_horovod else ", where it is imported,"
-    what = f"horovod{where} is torsh_trainer.dropin.horovod"
+    where = "" if script.uses else ", where it is imported,"
+    shown = script.uses or ("horovod",)
+    what = ", ".join(f"{name}{where} is {ENGINES[name].root}" for name in shown)
     count = "1 process" if size == 1 else f"{size} processes"
     auto = "gloo, or nccl where each has a GPU"
     backend = auto if order.backend == "auto" else order.backend
@@ -139,7 +145,9 @@ def _read(argv: Sequence[str]) -> Order:
             raise ConfigError(
                 f"drop-in is given a script, {words[0]}, and --command", fix="give one of them"
             )
-        order = read_command(options.command, env=dict(os.environ))
+        env = dict(os.environ)
+        theirs = read_deepspeed_command(options.command, env=env)
+        order = read_command(options.command, env=env) if theirs is None else theirs
     elif not words:
         raise ConfigError(
             "drop-in is given no script", fix="write drop-in -np 2 train.py, or --command '...'"
@@ -176,9 +184,10 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m torsh_trainer drop-in",
-        description="Runs a script that is written for horovod.torch, unmodified and without "
-        "Horovod: import horovod.torch gets modules of ours in the processes of this job, and "
-        "nothing of an installed Horovod is read or changed. See docs/migrate/drop-in.md.",
+        description="Runs a script that is written for horovod.torch or for DeepSpeed, unmodified "
+        "and without either: import horovod.torch or deepspeed gets modules of ours in the "
+        "processes of this job, and nothing of an installed one is read or changed. See "
+        "docs/migrate/drop-in.md.",
         usage="%(prog)s [-np N] [--comm BACKEND] [--log-dir DIR] SCRIPT [ARGUMENTS]\n"
         "       %(prog)s [--comm BACKEND] --command 'horovodrun -np 2 python SCRIPT [ARGUMENTS]'",
         allow_abbrev=False,
@@ -192,6 +201,6 @@ def _parser() -> _Parser:
         help="gloo, nccl, mpi, or auto: nccl where each process has a GPU, else gloo (default)",
     )
     add("--log-dir", type=Path, metavar="DIR", help="keep rank-N.log of every rank but 0 there")
-    add("--command", metavar="LINE", help="a line of horovodrun, as it is typed today")
+    add("--command", metavar="LINE", help="a line of horovodrun or deepspeed, as it is typed today")
     add("words", nargs=argparse.REMAINDER, metavar="SCRIPT", help="the script and its arguments")
     return parser

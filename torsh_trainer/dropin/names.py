@@ -1,6 +1,11 @@
-"""What the modules of ours that stand for Horovod's hold, by name; without torch."""
+"""What the modules of ours that stand for another engine's hold, by name; without torch."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torsh_trainer.dropin import names_deepspeed
 
 ROOT = "torsh_trainer.dropin.horovod"
 """The package that a script sees as ``horovod``."""
@@ -152,3 +157,39 @@ def explain_missing(module: str, name: str) -> str:
         f"{whole} is not there under drop-in; see docs/migrate/drop-in.md for what is, or run this "
         "script with Horovod itself"
     )
+
+
+@dataclass(frozen=True)
+class StoodFor:
+    """An engine that modules of ours stand for: ``name`` is what scripts import.
+
+    ``public`` has the names of each module; ``others`` are parts that no module stands for.
+    ``explain(module, name)`` says why a name is not there. With ``late`` a name of ``others`` that
+    is reached under a condition or in a function is left to its use.
+    """
+
+    name: str
+    root: str
+    public: Mapping[str, tuple[str, ...]]
+    others: Mapping[str, str]
+    explain: Callable[[str, str], str]
+    late: bool = False
+
+
+ENGINES = {
+    "horovod": StoodFor("horovod", ROOT, PUBLIC, OTHERS, explain_missing),
+    "deepspeed": StoodFor(
+        "deepspeed",
+        names_deepspeed.ROOT,
+        names_deepspeed.PUBLIC,
+        names_deepspeed.OTHERS,
+        names_deepspeed.explain_missing,
+        late=True,
+    ),
+}
+"""Every engine that modules of ours stand for."""
+
+
+def engine_of(root: str) -> StoodFor:
+    """The engine whose modules of ours lie under ``root``."""
+    return next(one for one in ENGINES.values() if one.root == root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torsh_trainer.dropin import alias
@@ -20,6 +20,7 @@ class ScriptJob:
 
     script: str
     arguments: tuple[str, ...]
+    local_rank: bool = False
     backend: str = "auto"
     network_interface: str | None = None
     startup_timeout_s: float = 300.0
@@ -53,6 +54,8 @@ def run_script(world: World, job: ScriptJob) -> None:
     _set_variables(world)
     alias.install()
     file = file_of(job.script)  # before the script goes elsewhere
+    if job.local_rank:
+        job = replace(job, arguments=(f"--local_rank={world.local_rank}", *job.arguments))
     try:
         _run(job, file)
     except SystemExit as end:

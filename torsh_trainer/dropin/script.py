@@ -1,4 +1,4 @@
-"""A script before it runs: whether it is Python, and which of Horovod's names it uses."""
+"""A script before it runs: whether it is Python, and which names of an engine's it uses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torsh_trainer.dropin.names import OTHERS, PUBLIC, explain_missing
+from torsh_trainer.dropin.names import ENGINES
 from torsh_trainer.errors import ConfigError
 
 _PYTHON_2 = re.compile(
     r"^\s*(print\s+[^\s(=]|print\s*$|except\s+[\w.]+\s*,\s*\w+\s*:|exec\s+[\"'])"
 )
-_NAME = "horovod"
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,10 @@ class Script:
     """A script that can be started."""
 
     path: Path
-    uses_horovod: bool
+    uses: tuple[str, ...]
+    """The engines that it imports where its text shows it: ``horovod``, ``deepspeed``."""
+    takes_local_rank: bool = False
+    """It has an argument ``--local_rank``, which DeepSpeed's launcher gives."""
 
 
 def read(path: Path) -> Script:
@@ -38,7 +40,7 @@ def read(path: Path) -> Script:
         raise _explain_syntax(path, source, error) from error
     names = _Names(path)
     names.visit(tree)
-    return Script(path, names.uses_horovod)
+    return Script(path, tuple(sorted(names.uses)), names.takes_local_rank)
 
 
 def _read_source(path: Path) -> str:
@@ -70,14 +72,16 @@ def _explain_syntax(path: Path, source: str, error: SyntaxError | ValueError) ->
 
 
 class _Names(ast.NodeVisitor):
-    """Follows what ``import`` binds to Horovod's modules, and looks at every name used of them.
+    """Follows what ``import`` binds to an engine's modules, and looks at every name used of them.
 
-    What stands in a ``try`` may be missing: a script that catches it knows what to do. So may a
-    module that is imported under a condition, or in a function: it may never be reached.
+    Modules are known by their whole name (``horovod.torch``). What stands in a ``try`` may be
+    missing: a script that catches it knows what to do. So may a module that is imported under a
+    condition, or in a function: it may never be reached.
     """
 
     def __init__(self, path: Path) -> None:
-        self.uses_horovod = False
+        self.uses: set[str] = set()
+        self.takes_local_rank = False
         self._path = path
         self._modules: dict[str, str] = {}
         self._tries = 0
@@ -102,67 +106,83 @@ class _Names(ast.NodeVisitor):
         self.generic_visit(node)
         self._branches -= 1
 
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if node.value in ("--local_rank", "--local-rank"):
+            self.takes_local_rank = True
+
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            root, *parts = alias.name.split(".")
-            if root != _NAME:
+            root = alias.name.partition(".")[0]
+            if root not in ENGINES:
                 continue
-            self.uses_horovod = True
-            self._check_module(".".join(parts), node)
+            self.uses.add(root)
+            self._check_module(alias.name, node)
             if alias.asname:
-                self._modules[alias.asname] = ".".join(parts)
+                self._modules[alias.asname] = alias.name
             else:
-                self._modules[_NAME] = ""
+                self._modules[root] = root
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        root, *parts = (node.module or "").split(".")
-        if root != _NAME or node.level:
+        module = node.module or ""
+        root = module.partition(".")[0]
+        if root not in ENGINES or node.level:
             return
-        self.uses_horovod = True
-        module = ".".join(parts)
+        self.uses.add(root)
         self._check_module(module, node)
         for alias in node.names:
-            if alias.name == "*" or module not in PUBLIC:
+            if alias.name == "*" or not _is_public(module):
                 continue
-            inner = f"{module}.{alias.name}".removeprefix(".")
-            if not (module == "" and alias.name in OTHERS and self._branches):
+            if not (module == root and alias.name in ENGINES[root].others and self._branches):
                 self._check_name(module, alias.name, node)
-            if inner in PUBLIC:
-                self._modules[alias.asname or alias.name] = inner
+            if _is_public(f"{module}.{alias.name}"):
+                self._modules[alias.asname or alias.name] = f"{module}.{alias.name}"
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         module = self._module_of(node.value)
-        if module is not None:
+        if module is not None and not self._is_left(module, node.attr):
             self._check_name(module, node.attr, node)
         self.generic_visit(node)
+
+    def _is_left(self, module: str, name: str) -> bool:
+        """It is refused where it is used, if ever."""
+        engine = ENGINES[module.partition(".")[0]]
+        return (
+            engine.late and module == engine.name and name in engine.others and self._branches > 0
+        )
 
     def _module_of(self, node: ast.expr) -> str | None:
         if isinstance(node, ast.Name):
             return self._modules.get(node.id)
         if isinstance(node, ast.Attribute):
             outer = self._module_of(node.value)
-            inner = None if outer is None else f"{outer}.{node.attr}".removeprefix(".")
-            return inner if inner in PUBLIC else None
+            inner = None if outer is None else f"{outer}.{node.attr}"
+            return inner if inner is not None and _is_public(inner) else None
         return None
 
     def _check_module(self, module: str, node: ast.AST) -> None:
         for name in _enclosing(module) if not self._branches else ():
             outer, _, last = name.rpartition(".")
-            if name and name not in PUBLIC:
+            if not _is_public(name):
                 self._refuse(outer, last, node)
                 return
 
     def _check_name(self, module: str, name: str, node: ast.AST) -> None:
-        known = PUBLIC[module]
-        if name not in known and not name.startswith("__"):
+        root, _, part = module.partition(".")
+        if name not in ENGINES[root].public[part] and not name.startswith("__"):
             self._refuse(module, name, node)
 
     def _refuse(self, module: str, name: str, node: ast.AST) -> None:
         if self._tries:
             return
-        sentence, _, fix = explain_missing(module, name).partition("; ")
+        root, _, part = module.partition(".")
+        sentence, _, fix = ENGINES[root].explain(part, name).partition("; ")
         line = getattr(node, "lineno", 0)
         raise ConfigError(f"{self._path}:{line}: {sentence}", fix=fix, name=name)
+
+
+def _is_public(module: str) -> bool:
+    root, _, part = module.partition(".")
+    return part in ENGINES[root].public
 
 
 def _enclosing(module: str) -> Iterator[str]:

@@ -42,6 +42,11 @@ class Session:
         self._place = place
 
     @property
+    def place(self) -> Seat | None:
+        """Who this process is; None where drop-in has not started it."""
+        return self._place
+
+    @property
     def is_on(self) -> bool:
         """Between ``start`` and ``stop``."""
         return self._engine is not None
@@ -91,7 +96,7 @@ class Session:
                 "hvd.init() in a process that drop-in has not started",
                 fix="call it in the script itself, not in a process that the script starts",
             )
-        self._comm = create(self._place.world, self._place.comm, self._device())
+        self._comm = create(self._place.world, self._place.comm, device_of(self._place))
         host: Communicator | None = self._comm
         if not moves_host_memory(self._comm.process_group):
             host = split_host(self._comm, range(self._comm.size))
@@ -121,12 +126,12 @@ class Session:
         """The number of a new process set."""
         return self.engine.add_members(ranks)
 
-    def _device(self) -> torch.device:
-        """That of this process's accelerator where every process of this host has its own."""
-        assert self._place is not None
-        backend, local = self._place.comm.backend, self._place.world.local_size
-        own = torch.cuda.is_available() and torch.cuda.device_count() >= local
-        return torch.device("cuda" if backend == "nccl" or (backend == "auto" and own) else "cpu")
+
+def device_of(place: Seat) -> torch.device:
+    """That of this process's accelerator where every process of this host has its own."""
+    backend, local = place.comm.backend, place.world.local_size
+    own = torch.cuda.is_available() and torch.cuda.device_count() >= local
+    return torch.device("cuda" if backend == "nccl" or (backend == "auto" and own) else "cpu")
 
 
 session = Session()

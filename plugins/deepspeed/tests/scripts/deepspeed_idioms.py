@@ -1,0 +1,327 @@
+"""Idioms of scripts for DeepSpeed: each trains, and leaves what it found for every rank.
+
+``deepspeed_idioms.py OUT NAME ...`` runs them one after the other, under whatever is ``deepspeed``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+SGD = {"type": "SGD", "params": {"lr": 0.2}}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "torch_adam": True}}
+STEPS = 6
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+    def answer(self):
+        return 42
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, count=48):
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(count, 8, generator=generator)
+        self.y = torch.randint(4, (count,), generator=generator)
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def config(**more):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1,
+        "optimizer": SGD,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **more,
+    }
+
+
+def batch(step, rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(4, 8, generator=generator)
+    return x.to(dtype), torch.randint(4, (4,), generator=generator)
+
+
+def whole(engine):
+    found = {}
+    for name, p in engine.module.named_parameters():
+        value = p
+        if engine.zero_optimization_stage() > 0:
+            value = safe_get_full_fp32_param(p)
+        found[name] = value.detach().float().flatten().tolist()
+    return found
+
+
+def train(engine, steps=STEPS, batches=None, dtype=torch.float32, first=0):
+    rows, rank = [], dist.get_rank()
+    given = iter(batches) if batches is not None else None
+    for step in range(first, first + steps):
+        x, y = next(given) if given is not None else batch(step, rank, dtype)
+        x, y = x.to(engine.device), y.to(engine.device)
+        boundary = engine.is_gradient_accumulation_boundary()
+        loss = nn.functional.cross_entropy(engine(x).float(), y)
+        returned = engine.backward(loss)
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        rows.append(
+            {
+                "loss": float(loss),
+                "returned": float(returned),
+                "boundary": boundary,
+                "steps": engine.global_steps,
+                "lr": list(map(float, engine.get_lr())),
+                "norm": None if norm is None else float(norm),
+            }
+        )
+    return rows
+
+
+def finish(engine, rows, **more):
+    return {"rows": rows, "state": whole(engine), **more}
+
+
+def start(model=None, **given):
+    model = model or net()
+    given.setdefault("model_parameters", model.parameters())
+    return deepspeed.initialize(model=model, **given)
+
+
+def plain(stage=0, accumulate=1, clip=0.0, optimizer=SGD, **more):
+    engine, *_ = start(
+        config=config(
+            gradient_accumulation_steps=accumulate,
+            gradient_clipping=clip,
+            optimizer=optimizer,
+            zero_optimization={"stage": stage},
+            **more,
+        )
+    )
+    return finish(engine, train(engine, STEPS * accumulate))
+
+
+def by_arguments():
+    """The file is named by the arguments, as DeepSpeed's parser has them."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
+        json.dump(config(train_batch_size=16, gradient_accumulation_steps=2), file)
+    parser = argparse.ArgumentParser()
+    parser = deepspeed.add_config_arguments(parser)
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", file.name])
+    args.local_rank = int(os.environ["LOCAL_RANK"])
+    model = net()
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=wanted)
+    sizes = [
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        engine.local_rank,
+        engine.answer(),
+        engine.zero_optimization_stage(),
+        engine.bfloat16_enabled(),
+        str(engine.device),
+        get_accelerator().device_name(),
+    ]
+    return finish(engine, train(engine, 8), sizes=sizes)
+
+
+def scheduled(kind, params, stage=0):
+    engine, _, _, scheduler = start(
+        config=config(
+            scheduler={"type": kind, "params": params}, zero_optimization={"stage": stage}
+        )
+    )
+    return finish(engine, train(engine), last=list(map(float, scheduler.get_last_lr())))
+
+
+def client(stage=0):
+    """An optimizer and a scheduler of torch's that the script makes, with two groups."""
+    model = net()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": model.body.parameters(), "lr": 0.1},
+            {"params": model.head.parameters(), "lr": 0.3, "weight_decay": 0.01},
+        ],
+        lr=0.2,
+        momentum=0.9,
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    settings = config(zero_optimization={"stage": stage})
+    del settings["optimizer"]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings
+    )
+    return finish(engine, train(engine))
+
+
+def grouped():
+    """Groups of parameters for the optimizer of the configuration."""
+    model = net()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    settings = config(optimizer=ADAMW, zero_optimization={"stage": 1})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
+    return finish(engine, train(engine))
+
+
+def with_init(stage=3):
+    with deepspeed.zero.Init(config_dict_or_path=config(zero_optimization={"stage": stage})):
+        model = net()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        sizes = [list(p.shape) for p in model.parameters()]
+        if dist.get_rank() == 0:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.5)
+    engine, *_ = start(model, config=config(zero_optimization={"stage": stage}))
+    return finish(engine, train(engine), sizes=sizes)
+
+
+def low(stage=1, accumulate=1):
+    engine, *_ = start(
+        config=config(
+            bf16={"enabled": True},
+            gradient_accumulation_steps=accumulate,
+            zero_optimization={"stage": stage},
+        )
+    )
+    rows = train(engine, STEPS * accumulate, dtype=torch.bfloat16)
+    return {"rows": rows, "state": {} if stage == 0 else whole(engine)}
+
+
+def loader():
+    engine, _, batches, _ = start(config=config(), training_data=Samples())
+    return finish(engine, train(engine, len(batches), batches), length=len(batches))
+
+
+def resumed(stage=1):
+    """Saves in the middle, goes on in a new engine, with a state of the script's own."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    settings = config(optimizer=ADAMW, zero_optimization={"stage": stage})
+    settings["scheduler"] = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4, "warmup_type": "linear"},
+    }
+    engine, *_ = start(config=settings)
+    train(engine, 3)
+    engine.save_checkpoint(folder[0], tag="middle", client_state={"epoch": 7})
+    latest = (Path(folder[0]) / "latest").read_text()
+    other, *_ = start(config=settings)
+    path, state = other.load_checkpoint(folder[0])
+    nothing, _ = other.load_checkpoint(folder[0] + "/none")
+    rows = train(other, 3, first=3)
+    more = [Path(path).name != "", state["epoch"], latest, nothing, other.global_steps]
+    return finish(other, rows, found=more)
+
+
+def collectives():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.arange(3.0) + rank
+    dist.all_reduce(tensor)
+    least = torch.tensor([float(rank)])
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    told = torch.tensor([float(rank)])
+    dist.broadcast(told, src=1)
+    parts = [torch.zeros(1) for _ in range(size)]
+    dist.all_gather(parts, torch.tensor([float(rank)]))
+    dist.barrier()
+    gathered = [float(part) for part in parts]
+    return {
+        "rows": [],
+        "state": {},
+        "found": [rank, size, tensor.tolist(), float(least), float(told), gathered],
+        "again": [dist.is_initialized(), dist.get_local_rank(), get_accelerator().device_count()],
+    }
+
+
+def by_hand():
+    """The script says where a step ends, and keeps gradients apart until then."""
+    engine, *_ = start(config=config(gradient_accumulation_steps=3))
+    losses = []
+    for step in range(6):
+        ends = step % 3 == 2
+        engine.set_gradient_accumulation_boundary(ends)
+        x, y = batch(step, dist.get_rank())
+        loss = nn.functional.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        losses.append({"loss": float(loss), "steps": engine.global_steps})
+        if ends:
+            engine.step()
+    return finish(engine, losses)
+
+
+WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.3, "warmup_num_steps": 4}
+IDIOMS = {
+    "sgd": plain,
+    "accumulated": lambda: plain(accumulate=2),
+    "clipped": lambda: plain(clip=0.05),
+    "stage_1": lambda: plain(1, accumulate=2),
+    "stage_2": lambda: plain(2, accumulate=2, clip=0.05),
+    "stage_3": lambda: plain(3, accumulate=2, clip=0.05),
+    "adamw_1": lambda: plain(1, optimizer=ADAMW),
+    "adamw_2": lambda: plain(2, optimizer=ADAMW),
+    "adamw_3": lambda: plain(3, optimizer=ADAMW),
+    "by_arguments": by_arguments,
+    "warmup": lambda: scheduled("WarmupLR", WARMUP),
+    "decay": lambda: scheduled("WarmupDecayLR", {**WARMUP, "total_num_steps": 8}, 2),
+    "client": client,
+    "client_1": lambda: client(1),
+    "client_2": lambda: client(2),
+    "grouped": grouped,
+    "with_init": with_init,
+    "bf16_0": lambda: low(0),
+    "bf16_1": lambda: low(1),
+    "bf16_2": lambda: low(2, accumulate=2),
+    "bf16_3": lambda: low(3),
+    "loader": loader,
+    "resumed_0": lambda: resumed(0),
+    "resumed_1": resumed,
+    "resumed_3": lambda: resumed(3),
+    "collectives": collectives,
+    "by_hand": by_hand,
+    "wrong_rate": lambda: plain(optimizer={"type": "SGD", "params": {"lr": 0.21}}),
+}
+
+
+def main():
+    out, *names = sys.argv[1:]
+    deepspeed.init_distributed("gloo")
+    for name in names:
+        found = IDIOMS[name]()
+        Path(f"{out}.{name}.{dist.get_rank()}").write_text(json.dumps(found))
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

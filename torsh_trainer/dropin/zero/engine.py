@@ -1,0 +1,279 @@
+"""What ``deepspeed.initialize`` gives: DeepSpeed's engine as scripts call it, over one of ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.dropin.zero import saving
+from torsh_trainer.dropin.zero.loader import EngineLoader
+from torsh_trainer.dropin.zero.optimizer import EngineOptimizer
+from torsh_trainer.dropin.zero.settings import Settings
+from torsh_trainer.dropin.zero.specification import Specification
+from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.strategies.base import Engine
+
+
+class DeepSpeedEngine(Settings, nn.Module):
+    """Counts micro-batches as DeepSpeed does, and has ``native`` do the work.
+
+    Attributes that it lacks are the model's.
+    """
+
+    def __init__(
+        self,
+        native: Engine,
+        specification: Specification,
+        comm: Communicator,
+        *,
+        model: nn.Module,
+        optimizer: Any,
+        lr_scheduler: Any,
+        collate_fn: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self._native, self._specification, self._comm = native, specification, comm
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.collate_fn = collate_fn
+        self.training_dataloader: Any = None
+        self.device, self.dist_backend = comm.device, "torch"
+        self.local_rank = comm.world.local_rank
+        self.global_rank, self.world_size = comm.rank, comm.size
+        self.dp_world_size = comm.size
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.loaded_checkpoint_tag: str | None = None
+        self._boundary: bool | None = None
+        self._within_no_sync = False
+        self._norm: Tensor | None = None
+        self._applied = False
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's outputs; with gradients it is a training forward of the engine."""
+        native = self._native
+        if self.training and torch.is_grad_enabled():
+            with native.training_forward() as module:
+                return module(*inputs, **kwargs)
+        if native.evaluates_together:
+            with native.evaluation_forward() as module:
+                return module(*inputs, **kwargs)
+        # Processes may evaluate apart from one another: nothing is communicated.
+        evaluates: Any = getattr(native, "eval_module", self.module)
+        return evaluates(*inputs, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Adds the gradients of ``loss``, divided by the number of micro-batches; gives that.
+
+        Raises:
+            ConfigError: ``loss`` is no scalar.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                "engine.backward is given something else than a loss of one number",
+                fix="reduce it: loss.mean()",
+            )
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        syncs = self.is_gradient_accumulation_boundary() or self._specification.reduces_each
+        if retain_graph:
+            run: Callable[[Tensor], object] = partial(Tensor.backward, retain_graph=True)
+            self._native.backward(loss, sync=syncs and not self._within_no_sync, run=run)
+        else:
+            self._native.backward(loss, sync=syncs and not self._within_no_sync)
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Ends a micro-batch: at the boundary the optimizer steps, and the scheduler after it.
+
+        Raises:
+            ConfigError: within ``no_sync``.
+        """
+        if self._within_no_sync:
+            raise ConfigError(
+                "engine.step() within engine.no_sync()", fix="step after the last backward"
+            )
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._take_step(dict(lr_kwargs or {}))
+        self.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
+        reports = isinstance(self.optimizer, EngineOptimizer)
+        outcome = self._native.step(self._specification.clip, measure_norm=reports)
+        self._native.zero_grad()
+        self._applied = not outcome.skipped
+        if isinstance(self.optimizer, EngineOptimizer):
+            self.optimizer.overflow = outcome.skipped
+            self._norm = outcome.grad_norm
+        if outcome.skipped:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        self.global_samples += self.train_batch_size()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients."""
+        self._native.zero_grad()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the optimizer steps at the end of this micro-batch."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says it from now on in the place of the count."""
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, backward communicates nothing.
+
+        Raises:
+            ConfigError: ZeRO cuts gradients from stage 2 on.
+        """
+        if self.zero_optimization_stage() >= 2:
+            raise ConfigError(
+                "engine.no_sync() from ZeRO stage 2 on, where gradients are cut",
+                fix="leave it out, or use stage 0 or 1",
+            )
+        self._within_no_sync = True
+        try:
+            yield
+        finally:
+            self._within_no_sync = False
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step`` changed parameters."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm before clipping of the last step; None at stage 0 in fp32, as in DeepSpeed."""
+        return None if self._norm is None else float(self._norm)
+
+    # -- data and files -------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> EngineLoader:
+        """A loader of this process's share of ``dataset``."""
+        return EngineLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            self._comm,
+            shuffles=route == "train",
+            drops_last=bool(self._specification.content.get("dataloader_drop_last", False)),
+            pin_memory=pin_memory,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            workers=num_local_io_workers,
+        )
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves model, optimizer, scheduler and counts under ``save_dir/tag``. Collective."""
+        if exclude_frozen_parameters:
+            raise Unsupported("save_checkpoint(exclude_frozen_parameters=True)", fix="leave it out")
+        name = str(tag or f"global_step{self.global_steps}")
+        counts = {key: getattr(self, key) for key in saving.COUNTS}
+        saving.save(
+            save_dir,
+            name,
+            self._native,
+            self._comm,
+            beside={
+                "counts": counts,
+                "client_state": dict(client_state or {}),
+                "lr_scheduler": saving.state_of(self.lr_scheduler),
+            },
+            latest=save_latest,
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, Any]:
+        """Goes on where ``save_checkpoint`` saved: its path and ``client_state``. Collective.
+
+        (None, None) where there is none, as in DeepSpeed.
+
+        Raises:
+            Unsupported: an argument that would load otherwise, or a file of DeepSpeed's own.
+        """
+        if custom_load_fn is not None or not load_module_strict:
+            raise Unsupported(
+                "load_checkpoint with load_module_strict=False or custom_load_fn", fix="drop it"
+            )
+        found = saving.find(load_dir, tag)
+        if found is None:
+            return None, None
+        only = load_module_only or not load_optimizer_states
+        beside = saving.load(found, self._native, self._comm, model_alone=only)
+        if load_lr_scheduler_states and not load_module_only and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(beside["lr_scheduler"])
+        if not load_module_only:
+            for key, value in beside["counts"].items():
+                setattr(self, key, value)
+        self.loaded_checkpoint_tag = found.name
+        return str(found), beside["client_state"]
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """The whole model in the dtype that it computes in, as one file of rank 0's. Collective."""
+        if exclude_frozen_parameters:
+            raise Unsupported("save_16bit_model(exclude_frozen_parameters=True)", fix="drop it")
+        saving.save_model(save_dir, save_filename, self._native, self._comm, self._dtype())
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def destroy(self) -> None:
+        """Lets go of hooks and buffers."""
+        self._native.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(
+            f"engine.{name} is neither the model's nor there under drop-in; see "
+            "docs/migrate/drop-in.md for what is"
+        )

@@ -1,0 +1,167 @@
+"""Checkpoints of a DeepSpeed script under drop-in: ``save_dir/tag`` with one file a process.
+
+They are ours; DeepSpeed's own are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.strategies.base import Engine, FlatShard
+
+log = logging.getLogger(__name__)
+
+COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+LATEST = "latest"
+
+
+def state_of(scheduler: Any) -> Any:
+    """What a scheduler remembers; None without one."""
+    return None if scheduler is None else scheduler.state_dict()
+
+
+def save(
+    folder: str,
+    tag: str,
+    engine: Engine,
+    comm: Communicator,
+    *,
+    beside: Mapping[str, Any],
+    latest: bool,
+) -> None:
+    """Writes this process's part; ``latest`` names the tag once all have. Collective."""
+    target = Path(folder) / tag
+    target.mkdir(parents=True, exist_ok=True)
+    state = {"engine": _hold(engine.state_dict()), "beside": dict(beside), "size": comm.size}
+    part = target / _name(comm.rank)
+    draft = part.with_suffix(".draft")
+    torch.save(state, draft)
+    draft.replace(part)
+    comm.barrier()
+    if latest and comm.rank == 0:
+        (Path(folder) / LATEST).write_text(tag, encoding="utf-8")
+    comm.barrier()
+
+
+def find(folder: str, tag: str | None) -> Path | None:
+    """The folder of ``tag``, else of the one that ``latest`` names; None where there is none."""
+    if tag is None:
+        pointer = Path(folder) / LATEST
+        if not pointer.is_file():
+            log.warning("%s has no checkpoint: there is no file %s", folder, LATEST)
+            return None
+        tag = pointer.read_text(encoding="utf-8").strip()
+    found = Path(folder) / str(tag)
+    if not found.is_dir():
+        log.warning("%s is not there: nothing is loaded", found)
+        return None
+    if not (found / _name(0)).is_file():
+        raise Unsupported(
+            f"{found} is no checkpoint of drop-in's",
+            fix="a checkpoint of DeepSpeed's goes on under DeepSpeed itself",
+        )
+    return found
+
+
+def load(
+    path: Path, engine: Engine, comm: Communicator, *, model_alone: bool = False
+) -> dict[str, Any]:
+    """Puts what ``save`` wrote into ``engine``, and gives what stood beside. Collective.
+
+    Raises:
+        ConfigError: it was saved by another number of processes.
+    """
+    part = path / _name(comm.rank)
+    if not part.is_file():
+        raise ConfigError(f"{path} lacks {part.name}", fix="load with as many processes as saved")
+    # The script's own client_state may hold anything, as under DeepSpeed.
+    saved = torch.load(part, map_location="cpu", weights_only=False)
+    if saved["size"] != comm.size:
+        raise ConfigError(
+            f"{path} was saved by {saved['size']} processes, and here are {comm.size}",
+            fix="start as many",
+        )
+    state = saved["engine"]
+    engine.expect(state)
+    template = engine.state_template()
+    filled = _fill(template, state)
+    if model_alone:
+        filled = {**engine.state_dict(), "model": filled["model"]}
+    engine.load_state_dict(filled)
+    beside: dict[str, Any] = saved["beside"]
+    return beside
+
+
+def save_model(
+    folder: str, name: str, engine: Engine, comm: Communicator, dtype: torch.dtype
+) -> None:
+    """Whole parameters and buffers in ``dtype``, by rank 0. Collective."""
+    whole = {}
+    for key, value in engine.state_dict()["model"].items():
+        value = whole_tensor(value)
+        if comm.rank == 0:
+            low = value.to(dtype) if value.is_floating_point() else value
+            whole[key] = low.detach().cpu().clone()
+    for key, value in engine.model.state_dict().items():
+        if key not in whole and isinstance(value, Tensor) and comm.rank == 0:
+            whole[key] = value.detach().cpu().clone()
+    if comm.rank == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(whole, Path(folder) / name)
+    comm.barrier()
+
+
+def whole_tensor(value: Any) -> Tensor:
+    """All of a tensor of which processes hold parts. Collective where they do."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank}.pt"
+
+
+def _hold(value: Any) -> Any:
+    """What this process holds, as plain tensors on the CPU."""
+    if isinstance(value, FlatShard):
+        return value.tensor.detach().cpu().clone()
+    if isinstance(value, DTensor):
+        return value.to_local().detach().cpu().clone()
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: _hold(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hold(entry) for entry in value]
+    return value
+
+
+@torch.no_grad()
+def _fill(template: Any, saved: Any) -> Any:
+    """``template`` with the values of ``saved``, tensors in place."""
+    if isinstance(template, FlatShard):
+        template.tensor.copy_(saved)
+    elif isinstance(template, DTensor):
+        template.to_local().copy_(saved)
+    elif isinstance(template, Tensor):
+        template.copy_(saved)
+    elif isinstance(template, Mapping) and isinstance(saved, Mapping):
+        # What the template lacks is whatever the engine reads back as it was.
+        return {
+            key: _fill(template[key], value) if key in template else value
+            for key, value in saved.items()
+        }
+    else:
+        return saved
+    return template
