@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.dropin import script
 from torsh_trainer.dropin.deepspeed_line import read_deepspeed_command
 from torsh_trainer.dropin.names import ENGINES
+from torsh_trainer.dropin.zero import saving
 from torsh_trainer.errors import ConfigError
 
 DEEPSPEED = ENGINES["deepspeed"]
@@ -176,3 +179,14 @@ def test_an_attribute_that_is_not_there_is_refused_where_it_is_used(tmp_path):
     done = drop_in(tmp_path, CONFIG, "--ask", "engine.train_batch")
     assert done.returncode != 0
     assert "engine.train_batch is neither the model's nor there under drop-in" in done.stderr
+
+
+def test_a_checkpoint_that_would_run_code_is_refused_in_a_sentence(tmp_path):
+    class Code:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    torch.save({"size": 1, "engine": {}, "beside": Code()}, tmp_path / "rank-0.pt")
+    with pytest.raises(ConfigError, match=r"holds \S+, which only running code"):
+        saving.load(tmp_path, None, LocalCommunicator(torch.device("cpu")))
+    assert not (tmp_path / "ran").exists()

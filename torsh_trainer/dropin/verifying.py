@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torsh_trainer.dropin.deepspeed_line import read_deepspeed_command
 from torsh_trainer.dropin.launch_line import read_command
 from torsh_trainer.dropin.recorded import recording
 from torsh_trainer.errors import ConfigError, ResourceError, TrainingError
@@ -29,6 +30,7 @@ _FLOOR = 0.01
 _SHOWN_LINES = 16
 HELP = """\
 python -m torsh_trainer verify --command 'horovodrun -np 2 python train.py ARGS' [--steps 20]
+python -m torsh_trainer verify --command 'deepspeed --num_gpus 2 train.py ARGS' [--steps 20]
 
 Runs the line as it stands, under the engine that it is written for, then by drop-in, from the same
 seed, and compares every step: loss, gradient norm, learning rate, and the parameters after it. The
@@ -85,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
             "--steps and --seed count from 0, and --bound is above 0", fix="correct them"
         )
     words = shlex.split(options.command)
-    order = read_command(options.command, env=dict(os.environ))
+    env = dict(os.environ)
+    order = read_deepspeed_command(options.command, env=env)
+    order = order or read_command(options.command, env=env)
     program = shutil.which(words[0]) or _beside_python(words[0])
     if program is None:
         raise ResourceError(

@@ -55,7 +55,7 @@ def run(names: tuple[str, ...], *, real: bool) -> Path:
     out = Path(mkdtemp(prefix="dropin-test-")) / "out"
     given = [str(IDIOMS), str(out), *names]
     starts = (
-        ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         if real
         else ["torsh_trainer", "drop-in", "-np", "2"]
     )

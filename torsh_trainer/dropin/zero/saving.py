@@ -6,6 +6,8 @@ They are ours; DeepSpeed's own are refused.
 from __future__ import annotations
 
 import logging
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,13 +80,20 @@ def load(
     """Puts what ``save`` wrote into ``engine``, and gives what stood beside. Collective.
 
     Raises:
-        ConfigError: it was saved by another number of processes.
+        ConfigError: it was saved by another number of processes, or holds more than plain values.
     """
     part = path / _name(comm.rank)
     if not part.is_file():
         raise ConfigError(f"{path} lacks {part.name}", fix="load with as many processes as saved")
-    # The script's own client_state may hold anything, as under DeepSpeed.
-    saved = torch.load(part, map_location="cpu", weights_only=False)
+    try:
+        saved = torch.load(part, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise ConfigError(
+            f"{part} holds {found[1] if found else 'more than tensors and plain values'}, which "
+            "only running code of the file would make",
+            fix="put plain values and tensors into client_state, and save anew",
+        ) from error
     if saved["size"] != comm.size:
         raise ConfigError(
             f"{path} was saved by {saved['size']} processes, and here are {comm.size}",

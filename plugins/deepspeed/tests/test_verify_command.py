@@ -1,0 +1,61 @@
+"""``verify --command`` of a line of deepspeed: under the engine, and by drop-in."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from torsh_trainer.__main__ import main
+
+SCRIPT = """
+import argparse
+import deepspeed
+import torch
+import torch.nn.functional as F
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+args = deepspeed.add_config_arguments(parser).parse_args()
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
+engine, _, loader, _ = deepspeed.initialize(
+    args=args, model=model, model_parameters=model.parameters(), training_data=data
+)
+for epoch in range(3):
+    for x, y in loader:
+        engine.backward(F.cross_entropy(engine(x), y))
+        engine.step()
+"""
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "zero_allow_untested_optimizer": True,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def test_a_line_of_deepspeed_agrees_with_its_drop_in(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)
+    Path("train.py").write_text(SCRIPT)
+    Path("ds.json").write_text(json.dumps(CONFIG))
+    line = "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds.json"
+    assert main(["verify", "--command", line, "--steps", "5", "--dir", "kept"]) == 0
+    out = capsys.readouterr().out
+    assert "train.py: 5 steps of 2 processes, by drop-in beside the engine" in out
+    assert len(re.findall(r" agrees", out)) == 4
+    for run in ("engine", "drop-in"):
+        rows = [
+            json.loads(row)
+            for row in Path("kept", run, "rank-1.jsonl").read_text().split("\n")[:-1]
+        ]
+        assert [row["step"] for row in rows] == list(range(6))
+        assert [len(row["losses"]) for row in rows[1:]] == [2] * 5  # micro-batches of a step
+        assert rows[0]["parameters"] != rows[1]["parameters"]
