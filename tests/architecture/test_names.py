@@ -61,6 +61,7 @@ SAME_CLASS = {
     "OriginalEngine": "what `Original` makes",
     "Horovod": "the strategy, and the environment of its launcher: one product",
     "DeepSpeedConfig": "the integration and the plugin read one file",
+    "DeepSpeedEngine": "the plugin runs DeepSpeed's; scripts import drop-in's by that name",
     "DeepSpeedIntegration": "drop-in classes of one name, with the library and without it",
     "HorovodConfig": "the same",
     "HorovodIntegration": "the same",
