@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
@@ -159,3 +160,21 @@ def test_processes_that_go_the_same_way_ask_nothing_after_the_first_steps(
 ) -> None:
     """Also where the blocks are one unit: a backward then gathers what its forward has gathered."""
     assert shared_pool(2).run(count_agreements, strategy, accumulate) == [0, 0]
+
+
+def count_groups(comm: Communicator, strategy: FSDP) -> tuple[int, int]:
+    """Process groups that stay in the process after one run and after three."""
+    counts = []
+    for _ in range(3):
+        driver = Driver(comm, strategy, Scenario(data=TinyData(steps=1)))
+        outcome = TrainingOutcome()
+        driver.step(0, outcome)
+        driver.finish(outcome)
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts[0], counts[2]
+
+
+def test_runs_one_after_another_leave_no_process_groups() -> None:
+    """A group keeps threads and connections for as long as the process lives."""
+    for first, third in shared_pool(2).run(count_groups, FSDP()):
+        assert third == first

@@ -240,7 +240,7 @@ class TorchCommunicator(Communicator):
         for part in sorted(set(self.all_gather_object(mine))):
             made = dist.new_group(list(part), timeout=limit) if part else None
             group = made if part == mine else group
-        return None if dist.get_rank() not in mine else self.part_of(group)
+        return None if dist.get_rank() not in mine else self._part_of(group, owned=True)
 
     def duplicate(self) -> Communicator:
         if self._whole is None:
@@ -250,9 +250,17 @@ class TorchCommunicator(Communicator):
         return same
 
     def part_of(self, process_group: Any) -> TorchCommunicator:
+        return self._part_of(process_group, owned=False)
+
+    def _part_of(self, process_group: Any, *, owned: bool) -> TorchCommunicator:
         world = world_of(process_group, node=self.world.node_rank, source=self.world.source)
         return TorchCommunicator(
-            world, self.device, process_group, timeout_s=self._timeout_s, whole=self
+            world,
+            self.device,
+            process_group,
+            timeout_s=self._timeout_s,
+            owned=owned,
+            whole=self,
         )
 
     def close(self) -> None:

@@ -57,6 +57,12 @@ class Groups:
         """Processes that have the same samples."""
         return self.group("model")
 
+    def close(self) -> None:
+        """Lets go of the groups that were made here."""
+        for comm in self._made.values():
+            comm.close()
+        self._made.clear()
+
     def _make(self, meaning: Meaning, ranks: tuple[int, ...]) -> Communicator:
         if meaning in ("norm", "model") and math.prod(self._sizes(meaning)) == 1:
             return LocalCommunicator(self.whole.device)

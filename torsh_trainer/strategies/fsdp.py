@@ -376,6 +376,8 @@ class FSDPEngine(NativeEngine):
 
     def close(self) -> None:
         self._uncut.close()
+        if self._order is not None:
+            self._order.close()
         super().close()
 
     def _end_step(self, outcome: StepOutcome) -> None:

@@ -164,6 +164,9 @@ class CommonOrder:
 
         unit.post_backward = check_reduce
 
+    def close(self) -> None:
+        self._comm.close()
+
     def begin_micro_batch(self) -> None:
         """Before the forward of a micro-batch, of which all processes have as many."""
         self._last_two = (self._last_two[1], ("micro-batch",))

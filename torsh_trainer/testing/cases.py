@@ -39,6 +39,7 @@ def on_a_mesh(
         return case(groups.data, strategy, *args)
     finally:
         _GROUPS.reset(token)
+        groups.close()
 
 
 def train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> TrainingOutcome:

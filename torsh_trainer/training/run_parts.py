@@ -250,6 +250,7 @@ class RunParts:
         if "engine" in self.__dict__:
             self.engine.close()
         self._factory.close()
+        self.groups.close()
 
 
 class Origin(NamedTuple):
