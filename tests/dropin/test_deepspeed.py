@@ -14,9 +14,10 @@ import torch
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.dropin import script
 from torsh_trainer.dropin.deepspeed_line import read_deepspeed_command
+from torsh_trainer.dropin.missing import make_missing_module
 from torsh_trainer.dropin.names import ENGINES
 from torsh_trainer.dropin.zero import saving
-from torsh_trainer.errors import ConfigError
+from torsh_trainer.errors import ConfigError, Unsupported
 
 DEEPSPEED = ENGINES["deepspeed"]
 
@@ -40,10 +41,20 @@ def test_every_name_of_the_table_is_there_and_no_other(module):
     ("text", "words"),
     [
         ("import deepspeed\ndeepspeed.nope()\n", "train.py:2: deepspeed.nope is not there"),
-        ("from deepspeed.pipe import PipelineModule\n", "train.py:1: deepspeed.pipe is for pipe"),
+        (
+            "from deepspeed.pipe import PipelineModule\nPipelineModule(layers, 2)\n",
+            "train.py:2: deepspeed.pipe.PipelineModule is for pipelines",
+        ),
+        (
+            "from deepspeed.pipe import PipelineModule\nclass Net(PipelineModule):\n    pass\n",
+            "train.py:2: deepspeed.pipe.PipelineModule is for pipelines",
+        ),
         ("import deepspeed\ndeepspeed.init_inference(m)\n", "train.py:2: deepspeed.init_inference"),
         ("import deepspeed\nx = deepspeed.moe.layer.MoE()\n", "is for mixtures of experts"),
-        ("from deepspeed.ops.lamb import FusedLamb\n", "train.py:1: deepspeed.ops.lamb is not"),
+        (
+            "from deepspeed.ops.lamb import FusedLamb\nFusedLamb.step\n",
+            "train.py:2: deepspeed.ops.lamb.FusedLamb is not",
+        ),
         (
             "import deepspeed\ndef f():\n    deepspeed.zero.nope\n",
             "train.py:3: deepspeed.zero.nope",
@@ -60,10 +71,27 @@ def test_what_may_never_be_reached_is_left_to_its_use(tmp_path):
     found = look_at(
         tmp_path,
         "import deepspeed\nparser.add_argument('--local_rank')\nif moe:\n    deepspeed.moe.layer\n"
-        "def f():\n    from deepspeed.moe.utils import g\n",
+        "def f():\n    from deepspeed.moe.utils import g\n"
+        "from deepspeed.pipe import PipelineModule\n"
+        "def build():\n    return PipelineModule(layers, 2)\n",
     )
     assert found.uses == ("deepspeed",)
     assert found.takes_local_rank
+
+
+def test_a_module_that_is_not_there_is_imported_and_refuses_at_its_use():
+    """Scripts import more than they use: DeepSpeed's own CIFAR example does."""
+    module = make_missing_module("deepspeed.moe.layer", DEEPSPEED)
+    words = "deepspeed.moe.layer.MoE is for mixtures of experts, which drop-in does not have"
+    assert not isinstance(torch.nn.Linear(1, 1), module.MoE)
+    uses = [
+        lambda: module.MoE(hidden_size=8),
+        lambda: module.MoE.forward,
+        lambda: type("Own", (module.MoE,), {}),
+    ]
+    for use in uses:
+        with pytest.raises(Unsupported, match=words):
+            use()
 
 
 @pytest.mark.parametrize(

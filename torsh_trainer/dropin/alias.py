@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+from torsh_trainer.dropin.missing import make_missing_module
 from torsh_trainer.dropin.names import ENGINES
 
 SHIM = Path(__file__).with_name("shim")
@@ -32,21 +33,26 @@ class AliasFinder(MetaPathFinder, Loader):
         """Ours for what is such an engine's, nothing else.
 
         Raises:
-            ModuleNotFoundError: no module of ours stands for it.
+            ModuleNotFoundError: no module of ours stands for it, and the engine is not ``late``.
         """
         root, _, part = fullname.partition(".")
         engine = ENGINES.get(root)
         if engine is None:
             return None
         if part not in engine.public:
+            if engine.late:
+                return importlib.util.spec_from_loader(fullname, self, is_package=True)
             module, _, name = part.rpartition(".")
             raise ModuleNotFoundError(engine.explain(module, name), name=fullname)
         is_package = any(other.startswith(f"{part}.") for other in engine.public) or not part
         return importlib.util.spec_from_loader(fullname, self, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module of ours."""
-        root = spec.name.partition(".")[0]
+        """The module of ours, or one in which every name refuses."""
+        root, _, part = spec.name.partition(".")
+        if part not in ENGINES[root].public:
+            spec.loader_state = spec
+            return make_missing_module(spec.name, ENGINES[root])
         module = importlib.import_module(spec.name.replace(root, ENGINES[root].root, 1))
         spec.loader_state = module.__spec__
         return module

@@ -164,8 +164,9 @@ class StoodFor:
     """An engine that modules of ours stand for: ``name`` is what scripts import.
 
     ``public`` has the names of each module; ``others`` are parts that no module stands for.
-    ``explain(module, name)`` says why a name is not there. With ``late`` a name of ``others`` that
-    is reached under a condition or in a function is left to its use.
+    ``explain(module, name)`` says why a name is not there. With ``late`` a module that is not there
+    can be imported, and its names, like those of ``others`` under a condition or in a function, are
+    refused where they are used.
     """
 
     name: str

@@ -84,6 +84,7 @@ class _Names(ast.NodeVisitor):
         self.takes_local_rank = False
         self._path = path
         self._modules: dict[str, str] = {}
+        self._missing: dict[str, tuple[str, str]] = {}
         self._tries = 0
         self._branches = 0
 
@@ -130,14 +131,32 @@ class _Names(ast.NodeVisitor):
         self.uses.add(root)
         self._check_module(module, node)
         for alias in node.names:
-            if alias.name == "*" or not _is_public(module):
+            if alias.name == "*":
+                continue
+            if not _is_public(module):
+                self._missing[alias.asname or alias.name] = (module, alias.name)
                 continue
             if not (module == root and alias.name in ENGINES[root].others and self._branches):
                 self._check_name(module, alias.name, node)
             if _is_public(f"{module}.{alias.name}"):
                 self._modules[alias.asname or alias.name] = f"{module}.{alias.name}"
 
+    def visit_Call(self, node: ast.Call) -> None:
+        self._check_use(node.func)
+        self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for base in node.bases:
+            self._check_use(base)
+        self.generic_visit(node)
+
+    def _check_use(self, node: ast.expr) -> None:
+        """Refuses what is certainly used, and stands in a module that is not there."""
+        if isinstance(node, ast.Name) and node.id in self._missing and not self._branches:
+            self._refuse(*self._missing[node.id], node)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._check_use(node.value)
         module = self._module_of(node.value)
         if module is not None and not self._is_left(module, node.attr):
             self._check_name(module, node.attr, node)
@@ -160,6 +179,8 @@ class _Names(ast.NodeVisitor):
         return None
 
     def _check_module(self, module: str, node: ast.AST) -> None:
+        if ENGINES[module.partition(".")[0]].late:
+            return  # its names are refused where they are used
         for name in _enclosing(module) if not self._branches else ():
             outer, _, last = name.rpartition(".")
             if not _is_public(name):
