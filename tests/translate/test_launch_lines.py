@@ -601,3 +601,61 @@ def test_a_file_that_is_taken_in_sets_variables_and_one_that_is_not_here_is_name
     assert "taken in, as source does:" in said
     assert "not read, since it is not here: gone.sh; what it sets counts as unset" in said
     assert "activate;" not in said
+
+
+HOROVOD_SCRIPT = """
+import argparse
+import horovod.torch as hvd
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=0.01)
+parser.add_argument("--momentum", type=float, required=True)
+
+
+def main():
+    args = parser.parse_args()
+    hvd.init()
+    model = torch.nn.Linear(8, 3)
+    loader = torch.utils.data.DataLoader(make_data(), batch_size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr * hvd.size(), momentum=args.momentum)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for x, y in loader:
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [("mpirun -np 4 -bind-to none", 4), ("srun -N 2 --ntasks-per-node=4", 8), ("srun", None)],
+)
+def test_a_horovod_script_is_read_whatever_starts_it(tmp_path, monkeypatch, start, size):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(HOROVOD_SCRIPT)
+    plan = plan_of(f"{start} python train.py --lr 0.1 --momentum 0.9")
+    assert plan.taken_for.startswith("a launch line, read and not executed: python in ")
+    assert "a script for Horovod" in plan.taken_for
+    assert plan.command.startswith(f"{start} python -m torsh_trainer +recipe=")
+    assert plan.values["optimizer.momentum"] == 0.9
+    assert plan.values["strategy.zero_unused"] is True
+    assert "launcher.num_processes" not in plan.values
+    assert not plan.facts
+    assert plan.values["optimizer.lr"] == pytest.approx(0.1 * (size or 1))
+    assert plan.values.get("optimizer.lr_scaling") == (None if size else "linear")
+
+
+def test_what_a_script_asks_for_can_be_stated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(HOROVOD_SCRIPT)
+    line = "mpirun -np 2 python train.py"
+    (fact,) = plan_of(line).facts
+    assert plan_of(line, settings={fact.name: "0.5"}).values["optimizer.momentum"] == 0.5
+    with pytest.raises(ConfigError, match="nothing of this job hangs on it"):
+        plan_of(line, settings={fact.name: "0.5", "nope": "1"})

@@ -55,6 +55,29 @@ def _sort_of_yaml(path: Path, text: str) -> Sort | None:
     return "config" if yaml_files.is_config(root) else None
 
 
+def is_horovod_script(text: str) -> bool:
+    """Whether Python text trains under horovod.torch, as far as its words tell."""
+    return _IMPORTS.search(text) is not None and "DistributedOptimizer" in text
+
+
+def script_job(
+    path: Path, options: Options, arguments: Mapping[str, Any]
+) -> tuple[HorovodJob, frozenset[str]]:
+    """The job of a script that another launcher starts with ``arguments``, and what it hangs on.
+
+    Of ``options.settings`` some may be about that launcher.
+
+    Raises:
+        ConfigError: it is invalid, with the place and the next move.
+        ResourceError: a file cannot be read.
+    """
+    reading = _Reading(options)
+    reading.arguments = arguments
+    reading.read("script", path, read_source(path))
+    job = reading.job(str(path), is_whole=False)
+    return job, frozenset(reading.used)
+
+
 def job_of(source: str | Path, options: Options) -> HorovodJob:
     """The job that ``source``, and ``options.command`` beside it, describe.
 
@@ -143,7 +166,7 @@ class _Reading:
             )
         return path
 
-    def job(self, name: str) -> HorovodJob:
+    def job(self, name: str, *, is_whole: bool = True) -> HorovodJob:
         size = self.world_size(name)
         if self.pending is not None:
             path, text, file = self.pending
@@ -151,7 +174,8 @@ class _Reading:
         self.check_problems(name)
         leaves = _with_precedence(self.leaves)
         keys = [leaf.key for leaf in leaves]
-        script_leaves.check_used(self.settings, frozenset(self.used), keys)
+        if is_whole:
+            script_leaves.check_used(self.settings, frozenset(self.used), keys)
         return HorovodJob(
             name,
             self.options,

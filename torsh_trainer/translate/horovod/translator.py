@@ -12,7 +12,7 @@ from torsh_trainer.translate.horovod import rules_launch, rules_script, versions
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, Options, PerProcess
 from torsh_trainer.translate.horovod.rules import RULES, HorovodRule
 from torsh_trainer.translate.horovod.script_leaves import WORLD_SIZE
-from torsh_trainer.translate.horovod.source import READS, job_of, sort_of
+from torsh_trainer.translate.horovod.source import READS, job_of, script_job, sort_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
 from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan
@@ -45,7 +45,23 @@ def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
         ConfigError: the job is invalid; the message has the place and the next move.
         ResourceError: a file cannot be read.
     """
-    job = job_of(source, options)
+    return _plan_of(job_of(source, options))
+
+
+def translate_script(
+    path: Path, options: Options, arguments: Mapping[str, Any]
+) -> tuple[Plan, frozenset[str]]:
+    """The plan for a script that another launcher starts with ``arguments``, and what it hangs on.
+
+    Raises:
+        ConfigError, ResourceError: as ``translate``.
+    """
+    job, used = script_job(path, options, arguments)
+    return _plan_of(job), used
+
+
+def _plan_of(job: HorovodJob) -> Plan:
+    options = job.options
     ledger = Ledger()
     choices = {"precision": "fp32"}  # said, since silence is auto
     values: dict[str, Any] = {}

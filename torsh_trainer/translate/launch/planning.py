@@ -14,11 +14,6 @@ from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import keys, versions
 from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
 from torsh_trainer.translate.deepspeed.auto import list_needs
-from torsh_trainer.translate.deepspeed.script.planning import (
-    ScriptRequest,
-    is_deepspeed_script,
-    plan_script,
-)
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
 from torsh_trainer.translate.launch import trainer_arguments
@@ -39,6 +34,7 @@ from torsh_trainer.translate.launch.script_arguments import (
     find_family,
     table_of_family,
 )
+from torsh_trainer.translate.launch.scripts import LineOfScript, ScriptKind, find_kind
 from torsh_trainer.translate.outcomes import Outcome, exact
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_words
@@ -105,9 +101,14 @@ class _Findings:
 
 
 def plan_job(
-    line: LaunchLine, *, source: str, finder: FileFinder, asked: TranslationRequest
+    line: LaunchLine,
+    *,
+    source: str,
+    finder: FileFinder,
+    asked: TranslationRequest,
+    used: set[str],
 ) -> Plan:
-    """The plan for one job of a launch file.
+    """The plan for one job of a launch file; ``used`` gets the names that its script hangs on.
 
     Raises:
         ConfigError: a flag or a configuration is invalid, with its place and the next move.
@@ -136,17 +137,21 @@ def plan_job(
         job.configured = list_keys(document)
     if not job.family and _hands_file_to_trainer(job):
         job.family = "hugging-face"
-    script = None if job.family else _find_deepspeed_script(job, finder)
-    return _Planning(job, asked, document, script).plan()
+    script = None if job.family else _find_script(job, finder)
+    planning = _Planning(job, asked, document, script)
+    plan = planning.plan()
+    used |= planning.used
+    return plan
 
 
-def _find_deepspeed_script(job: LaunchJob, finder: FileFinder) -> Path | None:
-    """The script of the line, where it is here and makes an engine of DeepSpeed's."""
+def _find_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
+    """The script of the line, where it is here and makes an engine of its own."""
     word = job.line.script
     if word is None or word.holes or job.line.module or not word.text.endswith(".py"):
         return None
     path = finder.find(word.text, job.line.command.folder)
-    return path if path is not None and is_deepspeed_script(text_of(path)) else None
+    kind = None if path is None else find_kind(text_of(path))
+    return None if path is None or kind is None else (path, kind)
 
 
 def _hands_file_to_trainer(job: LaunchJob) -> bool:
@@ -219,9 +224,10 @@ class _Planning:
         job: LaunchJob,
         asked: TranslationRequest,
         document: Document | None,
-        script: Path | None,
+        script: tuple[Path, ScriptKind] | None,
     ) -> None:
         self.job, self.asked, self.document, self.script = job, asked, document, script
+        self.used: frozenset[str] = frozenset()
         self.script_notes: tuple[str, ...] = ()
         self.found = _Findings()
         self.own: list[StatedFlag] = []
@@ -232,7 +238,7 @@ class _Planning:
         self.read_variables()
         found = self.found
         if self.script is not None:
-            below: Plan | None = self.read_script(self.script)
+            below: Plan | None = self.read_script(*self.script)
         else:
             self.read_arguments()
             self.read_defaults()
@@ -408,20 +414,14 @@ class _Planning:
 
     # -- the script ------------------------------------------------------------------------------
 
-    def read_script(self, script: Path) -> Plan:
-        """The findings of a script that makes an engine of DeepSpeed's, with the line's words."""
+    def read_script(self, script: Path, kind: ScriptKind) -> Plan:
+        """The findings of a script that makes an engine of its own, with the line's words."""
         job = self.job
-        options = Options(
-            self.asked.world_size or job.world.processes,
-            versions.parse(self.asked.version),
-            self.asked.context,
-            self.asked.mode,
-            self.asked.lenient,
-        )
         words = read_words([word.text for word in job.line.arguments])
-        request = ScriptRequest(words, job.settings, options, self.document, is_whole=False)
-        read = plan_script(script, request)
-        plan = read.plan
+        size = self.asked.world_size or job.world.processes
+        line = LineOfScript(words, job.settings, size, self.asked, self.document)
+        read = kind.plan(script, line)
+        plan, self.used = read.plan, read.used
         for said in job.arguments:
             is_read = said.key in read.used or f"--{said.name}" in read.used
             why = _OWN if _is_flag(said.key) else "a word for the script"
@@ -576,7 +576,8 @@ class _Planning:
             parts.append(f"with {FAMILIES[self.job.family]}")
         if self.script is not None:
             taken = "" if below is None else below.taken_for
-            parts.append(taken.replace(", read and not executed", ""))
+            said = taken.replace(", read and not executed", "")
+            parts.append(said or f"a script for {self.script[1].engine}")
         if below is not None and self.document is not None and self.script is None:
             named = (
                 "its flags"

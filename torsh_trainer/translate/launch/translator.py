@@ -176,6 +176,7 @@ class _LaunchFile:
         self.directives = list(_read_directives(text))
         known = {**_variables_of(self.directives), **(asked.settings or {})}
         self.finder = FileFinder(beside, {})
+        self.used: set[str] = set()
         self.script: ShellScript = read_script(
             text, name=name, known=known, open_text=self.open_sourced
         )
@@ -202,13 +203,13 @@ class _LaunchFile:
             if written:
                 return written
             raise self.nothing_found()
-        self.check_settings(jobs)
         plans: list[Plan] = []
         groups = _group(jobs)
         for group in groups:
             made = [self.plan(line, len(groups) > 1) for line in group[:_MOST_JOBS]]
             rounds: list[Rounds] = [line.command.rounds for line in group[:_MOST_JOBS]]
             plans += made if len(made) == 1 else join_rounds(rounds, made)
+        self.check_settings(jobs)
         left = self.list_left([line for line in lines if line not in jobs])
         return tuple(self.finish(plan, left, len(plans)) for plan in plans)
 
@@ -230,7 +231,9 @@ class _LaunchFile:
         if line.launcher.launcher == HOROVODRUN:
             plan = self.plan_horovod(line, source)
         else:
-            plan = plan_job(line, source=source, finder=self.finder, asked=self.asked)
+            plan = plan_job(
+                line, source=source, finder=self.finder, asked=self.asked, used=self.used
+            )
         if line.script is not None and not line.script.holes:
             self.finder.find(line.script.text, line.command.folder)
         return replace(plan, files=tuple(self.finder.found))
@@ -328,6 +331,7 @@ class _LaunchFile:
 
     def check_settings(self, jobs: Sequence[LaunchLine]) -> None:
         known = {
+            *self.used,
             *auto.ARGUMENTS,
             *NAMES,
             WORLD_SIZE,
