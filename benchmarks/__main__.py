@@ -18,6 +18,7 @@ from benchmarks import (
     collective_step,
     ddp_step,
     door,
+    drop_in_step,
     engines,
     first_step,
     fsdp_units,
@@ -68,6 +69,7 @@ PARTS: dict[str, Part] = {
     "h": engines,
     "i": reading,
     "j": door,
+    "k": drop_in_step,
     "u": fsdp_units,
     "v": model_start,
 }

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ _TINY = 1e-30
 _FLOOR = 0.01
 """Of the largest parameter: below it a difference is measured by that."""
 _SHOWN_LINES = 16
+_PATIENCE_S = 30.0
+"""An engine may compile its operators for minutes, in silence."""
 HELP = """\
 python -m torsh_trainer verify --command 'horovodrun -np 2 python train.py ARGS' [--steps 20]
 python -m torsh_trainer verify --command 'deepspeed --num_gpus 2 train.py ARGS' [--steps 20]
@@ -129,6 +132,7 @@ def compare_runs(mine: ScriptRun, expected: ScriptRun, *, bound: float) -> dict[
             for quantity, one, another in _pairs_of(row, other):
                 limit = 1e-9 if quantity == "learning rate" else bound * max(1, row["step"])
                 if quantity == "parameters":
+                    limit = max(limit, _unit_of(row, other) or 0.0)
                     difference = _of_parameters(one, another)
                 else:
                     difference = _of_numbers(one, another)
@@ -143,7 +147,8 @@ def compare_runs(mine: ScriptRun, expected: ScriptRun, *, bound: float) -> dict[
 
 
 def _pairs_of(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    pairs = [("parameters", row["parameters"], other["parameters"])]
+    seen = "parameters" if _unit_of(row, other) is None else "rounded"
+    pairs = [("parameters", row[seen], other[seen])]
     if row["step"]:
         pairs += [
             ("loss", row["losses"], other["losses"]),
@@ -151,6 +156,17 @@ def _pairs_of(row: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[st
             ("learning rate", row["lr"], other["lr"]),
         ]
     return pairs
+
+
+def _unit_of(row: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+    """Where one of two shows no masters in fp32: the step of the dtype that it does show.
+
+    Both are compared in that dtype then, in which a value may be rounded to either side.
+    """
+    if row.get("held") == other.get("held"):
+        return None
+    held = {*row["held"], *other["held"]}
+    return 2.0**-8 if "torch.bfloat16" in held else 2.0**-11
 
 
 def _of_numbers(mine: Sequence[float | None], expected: Sequence[float | None]) -> float:
@@ -206,14 +222,10 @@ def _run(
         env["PYTHONPATH"] = os.pathsep.join([str(_HERE), *known])
     output = records / "output.txt"
     with output.open("w") as stream:
-        code = subprocess.run(
-            words,
-            check=False,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        ).returncode
+        process = subprocess.Popen(
+            words, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+        )
+        code = _wait(process, name, output)
     files = sorted(records.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:]))
     ranks = tuple(tuple(json.loads(line) for line in path.open()) for path in files)
     if code or not ranks or not all(ranks):
@@ -223,6 +235,25 @@ def _run(
     run = ScriptRun(ranks)
     print(f"  {name}: {len(ranks)} processes, {run.steps} steps", flush=True)
     return run
+
+
+def _wait(process: subprocess.Popen[bytes], name: str, output: Path) -> int:
+    """The exit code; says now and then that it has not ended, and what was last heard of it."""
+    began = time.monotonic()
+    try:
+        while True:
+            try:
+                return process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                said = output.read_text(errors="replace").split("\n")
+                last = next((line for line in reversed(said) if line.strip()), "no word yet")
+                took = time.monotonic() - began
+                print(f"  {name}: not done after {took:.0f} s; its last line: {last[:200]}")
+                sys.stdout.flush()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
 
 
 def _show_failure(lines: Sequence[str]) -> None:

@@ -48,11 +48,13 @@ class RoundingKnobs:
     """Of a precision. ``rounded_start`` lets the masters begin as the weights rounded to what
     forward and backward run in, instead of the weights themselves. ``rounded_products`` lets a
     torch.nn.Linear round its product before it adds the bias, where its input has three dimensions
-    or more.
+    or more. ``low_outputs`` leaves what the model returns in what it runs in, instead of fp32: a
+    loss of it is computed and rounded there.
     """
 
     rounded_start: bool = False
     rounded_products: bool = False
+    low_outputs: bool = False
 
     def check_rounding(self, *, is_low: bool) -> None:
         """``is_low``: forward and backward run in something lower than fp32.
@@ -65,6 +67,15 @@ class RoundingKnobs:
                 "precision.rounded_start rounds to precision.params, and that is fp32",
                 fix="set precision.params=bf16, or precision.rounded_start=false",
             )
+        if self.low_outputs and not is_low:
+            raise ConfigError(
+                "precision.low_outputs leaves outputs in precision.params, and that is fp32",
+                fix="set precision.params=bf16, or precision.low_outputs=false",
+            )
+
+    def outputs_in(self, params: torch.dtype) -> torch.dtype | None:
+        """What outputs of a model that runs in ``params`` are cast to; None: they stay."""
+        return None if params == torch.float32 or self.low_outputs else torch.float32
 
     def emulation_in(self, params: torch.dtype) -> Emulation:
         """What is done to a model whose forward and backward run in ``params``."""

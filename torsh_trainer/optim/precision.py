@@ -109,6 +109,11 @@ class Precision(RoundingKnobs):
         return self.params == "fp32" and self.compute in ("bf16", "fp16")
 
     @property
+    def output_dtype(self) -> torch.dtype | None:
+        """What the model's outputs are cast to; None leaves them as they are."""
+        return self.outputs_in(DTYPES[self.params])
+
+    @property
     def scales_loss(self) -> bool:
         """The loss is scaled so that small gradients survive fp16."""
         return self.compute == "fp16"

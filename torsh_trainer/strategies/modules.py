@@ -290,14 +290,21 @@ class ComputeIn(nn.Module):
     """Runs a module in a lower dtype while its own parameters stay the fp32 master.
 
     Every forward casts the parameters; gradients come back through the cast in fp32. Inputs are
-    cast on the way in, and outputs to fp32 on the way out: the same as FSDP2's
-    MixedPrecisionPolicy(param_dtype, cast_forward_inputs, output_dtype).
+    cast on the way in, and outputs to ``output_dtype`` on the way out (None: they stay as they
+    are): the same as FSDP2's MixedPrecisionPolicy(param_dtype, cast_forward_inputs, output_dtype).
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        *,
+        output_dtype: torch.dtype | None = torch.float32,
+    ) -> None:
         super().__init__()
         self.module = module
         self.dtype = dtype
+        self.output_dtype = output_dtype
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cast = {
@@ -306,7 +313,7 @@ class ComputeIn(nn.Module):
         }
         args, kwargs = cast_floats((args, kwargs), self.dtype)
         outputs = torch.func.functional_call(self.module, cast, args, kwargs, tie_weights=True)
-        return cast_floats(outputs, torch.float32)
+        return outputs if self.output_dtype is None else cast_floats(outputs, self.output_dtype)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:

@@ -52,7 +52,7 @@ def shard(
 
     low = DTYPES[job.precision.params]
     param_dtype = None if low == torch.float32 else low
-    output_dtype = None if param_dtype is None else torch.float32
+    output_dtype = job.precision.output_dtype
 
     def policy(unit: Unit, output: torch.dtype | None = None) -> MixedPrecisionPolicy:
         wide = job.precision.reduce == "fp32" and torch.float64 in unit.kinds

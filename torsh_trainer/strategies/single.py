@@ -45,5 +45,7 @@ class Single(Strategy):
 
 def computing(model: nn.Module, job: Job) -> nn.Module:
     """The model as the precision asks for it: itself, or run in a lower dtype over fp32 masters."""
-    dtype = DTYPES[job.precision.params]
-    return model if dtype == torch.float32 else modules.ComputeIn(model, dtype)
+    dtype, output_dtype = DTYPES[job.precision.params], job.precision.output_dtype
+    if dtype == torch.float32:
+        return model
+    return modules.ComputeIn(model, dtype, output_dtype=output_dtype)

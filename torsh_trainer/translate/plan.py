@@ -142,6 +142,14 @@ class Plan:
         return EXIT_APPROXIMATE if counts["approximate"] else 0
 
 
+@dataclass(frozen=True)
+class ScriptPlan:
+    """The plan of a script, and the arguments and facts of it that the plan hangs on."""
+
+    plan: Plan
+    used: frozenset[str]
+
+
 @dataclass
 class Ledger:
     """Sees to it that no key is forgotten: every leaf goes in, every leaf has to come out."""

@@ -44,7 +44,7 @@ EXACT = (
     "by_hand",
 )
 """Idioms in fp32."""
-HALF = ("bf16_0", "bf16_1", "bf16_2", "bf16_3")
+HALF = ("bf16_0", "bf16_1", "bf16_2", "bf16_3", "bf16_loss_0", "bf16_loss_1", "bf16_loss_3")
 LOW = 2.0**-7
 """Of bf16: a sum of two micro-batches rounds in another order at stage 2."""
 WRONG = "wrong_rate"

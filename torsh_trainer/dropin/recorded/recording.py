@@ -96,29 +96,39 @@ class Recorder:
         original = module.initialize
 
         def initialize(*args: Any, **kwargs: Any) -> Any:
+            # Its optimizer may take a step while it is made, which is none of the script's.
+            first, self._watched = not self._watched, True
             made = original(*args, **kwargs)
-            self._watch_engine(made[0], module)
+            if first:
+                self._watch_engine(made[0], module)
             return made
 
         module.initialize = initialize
 
     def _watch_engine(self, engine: Any, module: Any) -> None:
-        if self._watched:
-            return
-        self._watched = True
         backward, step = engine.backward, engine.step
 
-        def parameters() -> list[list[float]]:
-            whole = getattr(module.utils, "safe_get_full_fp32_param", lambda parameter: None)
-            found = []
+        whole = getattr(module.utils, "safe_get_full_fp32_param", lambda parameter: None)
+        low = engine.get_data_types()[0]
+
+        def look() -> dict[str, Any]:
+            """The parameters; where there are none in fp32 to see, as the engine holds them.
+
+            ``rounded`` are they in the dtype of the engine: what both can show.
+            """
+            values = []
             for parameter in engine.module.parameters():
                 value = whole(parameter) if parameter.requires_grad else None
-                found.append(_describe(parameter if value is None else value))
+                values.append(parameter if value is None else value)
+            found: dict[str, Any] = {"parameters": _describe_all(values)}
+            if low.itemsize < 4:
+                found["rounded"] = _describe_all([value.detach().to(low) for value in values])
+                found["held"] = sorted({str(value.dtype) for value in values})
             return found
 
         def record_backward(loss: Any, *args: Any, **kwargs: Any) -> Any:
             if self._step == 0 and not self._losses:
-                self._write({"step": 0, "parameters": parameters()})
+                self._write({"step": 0, **look()})
             self._losses.append(float(loss.detach()))
             return backward(loss, *args, **kwargs)
 
@@ -129,7 +139,7 @@ class Recorder:
             if is_update:
                 norm = engine.get_global_grad_norm()
                 norm = None if norm is None else float(norm)
-                self._end_step(grad_norm=norm, lr=rates, parameters=parameters())
+                self._end_step(grad_norm=norm, lr=rates, **look())
             return result
 
         engine.backward, engine.step = record_backward, record_step

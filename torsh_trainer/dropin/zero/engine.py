@@ -85,11 +85,9 @@ class DeepSpeedEngine(Settings, nn.Module):
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         syncs = self.is_gradient_accumulation_boundary() or self._specification.reduces_each
-        if retain_graph:
-            run: Callable[[Tensor], object] = partial(Tensor.backward, retain_graph=True)
-            self._native.backward(loss, sync=syncs and not self._within_no_sync, run=run)
-        else:
-            self._native.backward(loss, sync=syncs and not self._within_no_sync)
+        run = partial(Tensor.backward, retain_graph=True) if retain_graph else Tensor.backward
+        wide = loss.float()  # a scale of fp16 is more than it holds
+        self._native.backward(wide, sync=syncs and not self._within_no_sync, run=run)
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

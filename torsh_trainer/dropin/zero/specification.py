@@ -123,7 +123,10 @@ def _precision(plan: Plan, values: Mapping[str, Any]) -> Precision:
     scaling = LossScaling(**own.pop("loss_scaling", {}))
     params: Any = low if how == "true" else "fp32"
     compute: Any = low
-    return Precision(params=params, compute=compute, loss_scaling=scaling, **own)
+    is_low = params != "fp32"
+    return Precision(
+        params=params, compute=compute, loss_scaling=scaling, low_outputs=is_low, **own
+    )
 
 
 def _schedule(plan: Plan, values: Mapping[str, Any]) -> Any:

@@ -36,12 +36,22 @@ def dtypes_of(
     return (
         DTypes("parameters", own, native[0]),
         DTypes("compute", computes, native[1]),
+        DTypes("outputs", *_outputs_of(precision, own)),
         DTypes("gradient communication", sent, reduce),
         DTypes("accumulation", adds, values.get("precision.gradients", "fp32")),
         DTypes("master", "fp32", "fp32"),
         DTypes("optimizer state", "fp32", "fp32"),
         DTypes("buffers", buffers, "as the model has them"),
     )
+
+
+def _outputs_of(precision: str, own: str) -> tuple[str, str]:
+    """What the model's outputs are in, from which a task computes its loss."""
+    if precision == "autocast":
+        return "as autocast leaves them", "as autocast leaves them"
+    if own == "fp32":
+        return own, own
+    return own, f"fp32; {own} by precision.low_outputs=true"
 
 
 def memory_of(

@@ -15,7 +15,7 @@ from torsh_trainer.translate.horovod.script_leaves import WORLD_SIZE
 from torsh_trainer.translate.horovod.source import READS, job_of, script_job, sort_of
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
-from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan
+from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan, ScriptPlan
 from torsh_trainer.translate.proofs import find_proofs
 from torsh_trainer.translate.python.parsing import note_lines, read_source
 from torsh_trainer.translate.reading import exists
@@ -48,16 +48,14 @@ def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
     return _plan_of(job_of(source, options))
 
 
-def translate_script(
-    path: Path, options: Options, arguments: Mapping[str, Any]
-) -> tuple[Plan, frozenset[str]]:
-    """The plan for a script that another launcher starts with ``arguments``, and what it hangs on.
+def translate_script(path: Path, options: Options, arguments: Mapping[str, Any]) -> ScriptPlan:
+    """The plan for a script that another launcher starts with ``arguments``.
 
     Raises:
         ConfigError, ResourceError: as ``translate``.
     """
     job, used = script_job(path, options, arguments)
-    return _plan_of(job), used
+    return ScriptPlan(_plan_of(job), used)
 
 
 def _plan_of(job: HorovodJob) -> Plan:

@@ -19,7 +19,7 @@ from torsh_trainer.translate.horovod import versions as horovod_versions
 from torsh_trainer.translate.horovod.job import Options as HorovodOptions
 from torsh_trainer.translate.horovod.source import is_horovod_script
 from torsh_trainer.translate.horovod.translator import translate_script
-from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.plan import ScriptPlan
 from torsh_trainer.translate.reading import Document
 
 
@@ -36,13 +36,6 @@ class LineOfScript:
     world_size: int | None
     asked: TranslationRequest
     document: Document | None = None
-
-
-class ScriptPlan(NamedTuple):
-    """The plan, and the arguments and facts that it hangs on."""
-
-    plan: Plan
-    used: frozenset[str]
 
 
 class ScriptKind(NamedTuple):
@@ -63,8 +56,7 @@ def _plan_deepspeed(script: Path, line: LineOfScript) -> ScriptPlan:
         asked.lenient,
     )
     request = ScriptRequest(line.words, line.settings, options, line.document, is_whole=False)
-    read = plan_script(script, request)
-    return ScriptPlan(read.plan, read.used)
+    return plan_script(script, request)
 
 
 def _plan_horovod(script: Path, line: LineOfScript) -> ScriptPlan:
@@ -76,7 +68,7 @@ def _plan_horovod(script: Path, line: LineOfScript) -> ScriptPlan:
         asked.lenient,
         line.settings,
     )
-    return ScriptPlan(*translate_script(script, options, line.words))
+    return translate_script(script, options, line.words)
 
 
 KINDS = (

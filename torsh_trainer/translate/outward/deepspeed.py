@@ -365,6 +365,14 @@ def _start(native: Native, key: str, value: Any) -> Outcome:
     return approximate("DeepSpeed's masters begin as the rounded weights, not as these")
 
 
+@TABLE.rule("precision.low_outputs")
+def _outputs(native: Native, key: str, value: Any) -> Outcome:
+    if value or not half(native):
+        return exact("DeepSpeed leaves outputs as the model returns them")
+    low = half(native)
+    return exact(f"DeepSpeed leaves outputs in {low}: your loop casts them to fp32 for its loss")
+
+
 @TABLE.rule("precision.rounded_products")
 def _products(native: Native, key: str, value: Any) -> Outcome:
     low, third = half(native), stage(native) == 3

@@ -270,7 +270,12 @@ def enter_scripts(table: RuleTable) -> None:
 def enter_torchs(table: RuleTable, engine: str) -> None:
     """Rules for an engine that does as torch does where DeepSpeed has ways of its own."""
     ways = off(f"a way of DeepSpeed's, which {engine} has not", False)
-    table.rule("precision.rounded_start", "precision.rounded_products", "trainer.phantom_lr")(ways)
+    table.rule(
+        "precision.rounded_start",
+        "precision.rounded_products",
+        "precision.low_outputs",
+        "trainer.phantom_lr",
+    )(ways)
     table.fixed_rules("dead", "there is no such step", "trainer.phantom_state")
     table.rule("precision.gradients")(off("gradients are held in fp32", "fp32"))
     table.rule("strategy.zero_unused")(off(f"{engine} leaves unused parameters alone", False))

@@ -82,14 +82,15 @@ def whole(engine):
     return found
 
 
-def train(engine, steps=STEPS, batches=None, dtype=torch.float32, first=0):
+def train(engine, steps=STEPS, batches=None, dtype=torch.float32, first=0, widens=True):
     rows, rank = [], dist.get_rank()
     given = iter(batches) if batches is not None else None
     for step in range(first, first + steps):
         x, y = next(given) if given is not None else batch(step, rank, dtype)
         x, y = x.to(engine.device), y.to(engine.device)
         boundary = engine.is_gradient_accumulation_boundary()
-        loss = nn.functional.cross_entropy(engine(x).float(), y)
+        outputs = engine(x)
+        loss = nn.functional.cross_entropy(outputs.float() if widens else outputs, y)
         returned = engine.backward(loss)
         engine.step()
         norm = engine.get_global_grad_norm()
@@ -97,6 +98,7 @@ def train(engine, steps=STEPS, batches=None, dtype=torch.float32, first=0):
             {
                 "loss": float(loss),
                 "returned": float(returned),
+                "dtypes": [str(outputs.dtype), str(loss.dtype), str(returned.dtype)],
                 "boundary": boundary,
                 "steps": engine.global_steps,
                 "lr": list(map(float, engine.get_lr())),
@@ -207,7 +209,8 @@ def with_init(stage=3):
     return finish(engine, train(engine), sizes=sizes)
 
 
-def low(stage=1, accumulate=1):
+def low(stage=1, accumulate=1, widens=True):
+    # With widens False the loss is computed and rounded in bf16, as scripts do that cast nothing.
     engine, *_ = start(
         config=config(
             bf16={"enabled": True},
@@ -215,7 +218,7 @@ def low(stage=1, accumulate=1):
             zero_optimization={"stage": stage},
         )
     )
-    rows = train(engine, STEPS * accumulate, dtype=torch.bfloat16)
+    rows = train(engine, STEPS * accumulate, dtype=torch.bfloat16, widens=widens)
     return {"rows": rows, "state": {} if stage == 0 else whole(engine)}
 
 
@@ -304,6 +307,9 @@ IDIOMS = {
     "bf16_1": lambda: low(1),
     "bf16_2": lambda: low(2, accumulate=2),
     "bf16_3": lambda: low(3),
+    "bf16_loss_0": lambda: low(0, widens=False),
+    "bf16_loss_1": lambda: low(1, accumulate=2, widens=False),
+    "bf16_loss_3": lambda: low(3, widens=False),
     "loader": loader,
     "resumed_0": lambda: resumed(0),
     "resumed_1": resumed,

@@ -23,7 +23,7 @@ from torsh_trainer.translate.deepspeed.script.verdicts import judge_events
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
 from torsh_trainer.translate.outcomes import refuse
-from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
+from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan, ScriptPlan
 from torsh_trainer.translate.python.arguments import read_setting
 from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
 from torsh_trainer.translate.python.parsing import find_imports, note_lines, parse, read_source
@@ -54,14 +54,6 @@ class ScriptRequest:
     options: Options
     document: Document | None = None
     is_whole: bool = True
-
-
-@dataclass(frozen=True)
-class ScriptPlan:
-    """The plan, and the arguments and expressions of the script that it hangs on."""
-
-    plan: Plan
-    used: frozenset[str]
 
 
 def plan_script(path: Path, request: ScriptRequest) -> ScriptPlan:
