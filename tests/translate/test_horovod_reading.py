@@ -323,6 +323,37 @@ def test_lenient_passes_over_what_horovod_passes_over(write):
     assert "fusion_threshold_mb" in plan.warnings[0]
 
 
+NESTED = """\
+import argparse
+import torch
+import horovod.torch as hvd
+from torch.utils.data import DataLoader
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--batch", type=int, default=32)
+    args = parser.parse_args()
+    hvd.init()
+    loader = DataLoader([], batch_size=args.batch)
+    model = torch.nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = 0
+
+    def one_epoch():
+        nonlocal steps
+        for x, y in loader:
+            with torch.cuda.amp.autocast(enabled=args.amp):
+                loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            steps += 1
+
+    for epoch in range(2):
+        one_epoch()
+
+main()
+"""
 WRONG_SCRIPTS = {
     "import horovod.torch as hvd\nprint 'x'": "2:1: this Python cannot parse it",
     "import horovod.tensorflow as hvd\n": "imports horovod.tensorflow",
@@ -331,8 +362,28 @@ WRONG_SCRIPTS = {
     "import horovod.torch as hvd\nhvd.init()\n": "nothing in it calls hvd.DistributedOptimizer",
     SCRIPT.replace("compression=compression", "op=hvd.Mean"): "op should be one of average",
     SCRIPT.replace("compression=compression", "reduction=1"): "takes no 'reduction'",
-    SCRIPT.replace("AdamW(model", "build(model"): "where the optimizer is made cannot be told",
 }
+
+
+def test_an_optimizer_that_is_made_elsewhere_is_asked_for(write):
+    text = SCRIPT.replace("AdamW(model", "build(model").replace(UNTOLD, "True")
+    path = write(text, "train.py")
+    plan = translate(path, Options(world_size=2))
+    assert [fact.name for fact in plan.facts] == ["optimizer", "optimizer.lr"]
+    assert "build(model.parameters()" in plan.facts[0].look
+    stated = {"optimizer": "Adam", "optimizer.lr": "0.5"}
+    plan = translate(path, Options(world_size=2, settings=stated))
+    assert (plan.choices["optimizer"], plan.values["optimizer.lr"]) == ("adam", 0.5)
+    assert not plan.facts
+
+
+def test_a_function_within_a_function_knows_the_names_around_it(write):
+    plan = translate(write(NESTED, "train.py"), Options(world_size=2))
+    assert not plan.facts
+    [batch] = findings(plan, "DataLoader.batch_size")
+    assert batch.value == 32
+    [autocast] = findings(plan, "autocast.enabled")
+    assert autocast.verdict == "dead"
 
 
 @pytest.mark.parametrize("text", WRONG_SCRIPTS)

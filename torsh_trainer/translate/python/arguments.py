@@ -40,6 +40,19 @@ def call_parser(
     return walk.unknown(node)
 
 
+def define_flag(walk: Expressions, args: list[Any], named: Mapping[str, Any]) -> None:
+    """Enters a flag of absl with what the command line says of it, or its default."""
+    name = args[0] if args else named.get("name")
+    if not isinstance(name, str):
+        return
+    value = args[1] if len(args) > 1 else named.get("default")
+    for flag, stated in ((f"--{name}", None), (f"--no{name}", False)):
+        if flag in walk.arguments:
+            walk.used.add(flag)
+            value = read_setting(str(walk.arguments[flag])) if stated is None else stated
+    walk.flags[name] = Unknown(f"FLAGS.{name}", Place()) if value is None else value
+
+
 def _declare(
     defaults: dict[str, Any], args: list[Any], named: Mapping[str, Any], walk: Expressions
 ) -> None:

@@ -65,28 +65,45 @@ class Returned:
 
 
 class FunctionScope(dict[str, Any]):
-    """Names within a function; those that it declares global are the module's."""
+    """Names within a function; those that it declares global are the module's, and ``enclosing``
+    has the names of the function around it, where it stands in one."""
 
     def __init__(
         self,
         scope: Scope,
         module: Scope,
         node: ast.FunctionDef | ast.AsyncFunctionDef,
+        enclosing: Scope | None = None,
     ) -> None:
         super().__init__(scope)
-        self.node, self.module = node, module
-        self.outer = {
-            name for part in node.body if isinstance(part, ast.Global) for name in part.names
-        }
+        self.node, self.module, self.enclosing = node, module, enclosing
+        self.outer = _declared(node, ast.Global)
+        self.around = _declared(node, ast.Nonlocal)
 
     def __copy__(self) -> FunctionScope:
-        return FunctionScope(self, self.module, self.node)
+        return FunctionScope(self, self.module, self.node, self.enclosing)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self.outer:
             self.module[name] = value
+        elif name in self.around and self.enclosing is not None:
+            self.enclosing[name] = value
         else:
             super().__setitem__(name, value)
+
+
+def find_enclosing(name: str, scope: Scope) -> Scope | None:
+    """The scope, from this one outwards to that of the module, which has ``name``."""
+    found: Scope | None = scope
+    while found is not None and name not in found:
+        found = getattr(found, "enclosing", None)
+    return found
+
+
+def _declared(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, kind: type[ast.Global | ast.Nonlocal]
+) -> set[str]:
+    return {name for part in node.body if isinstance(part, kind) for name in part.names}
 
 
 def place_of(node: ast.AST) -> Place:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,21 +18,24 @@ from torsh_trainer.translate.deepspeed.script.configuration import (
     document_root,
     find_path,
     list_facts,
-    optimizer_record,
+    take_own,
 )
-from torsh_trainer.translate.deepspeed.script.verdicts import judge_events
+from torsh_trainer.translate.deepspeed.script.verdicts import judge_arguments, judge_events
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
+from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import refuse
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_setting
 from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
+from torsh_trainer.translate.python.files import name_path
 from torsh_trainer.translate.python.parsing import find_imports, note_lines, parse, read_source
 from torsh_trainer.translate.python.project import ScriptProject, record_of
 from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
 from torsh_trainer.translate.reading import Document, read_text, text_of
 
 _RUN = f"python -m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
+_LOADS = re.compile(r"\bloads?\(")
 _ASKED = "asked below: only you know it"
 
 
@@ -94,7 +98,7 @@ class _ScriptPlanning:
             self.project.find_module,
             self.project.find_file,
         )
-        reading = walk.read(tree, name=self.name)
+        reading = walk.read(tree, name=self.name, script=self.path)
         self.used |= reading.used
         event, others = self.choose_engine(tree, reading)
         below = self.read_configuration(event, reading)
@@ -167,7 +171,15 @@ class _ScriptPlanning:
         place, file = event.place, event.file
         self.refuse_two(event)
         document = self.request.document
-        if document is not None and (config is None or isinstance(config, str)):
+        written = event.facts["written"].get(name_path(config))
+        if isinstance(written, Unknown):
+            look = f"line {written.place.line} writes it: {written.text}"[:160]
+            self.ask_for_file(event, look)
+            return None
+        if written is not None:
+            self.config_words = "its configuration in the script, which writes it"
+            config = written
+        elif document is not None and (config is None or isinstance(config, str)):
             self.config_words = f"its configuration in {Path(document.name).name}"
             if document.dialect != DEEPSPEED:
                 return translate_document(document, self.request.options)
@@ -186,7 +198,7 @@ class _ScriptPlanning:
             self.config_words = "its configuration in the script"
         else:
             look = "the file behind --deepspeed_config in the line that starts the script"
-            if isinstance(config, Unknown):
+            if isinstance(config, Unknown) and not _LOADS.search(config.text):
                 look = f"the file or the values that the script makes of {config.text}"[:160]
             for load in reading.all("load.missing")[:1]:
                 path = load.facts["path"]
@@ -196,16 +208,20 @@ class _ScriptPlanning:
             self.ask_for_file(event, look)
             return None
         config = config.copy()
-        self.take_optimizer(config, event)
+        passed = take_own(config, event)
         options_size = self.request.options.world_size
         root = document_root(config, place, self.settings)
         self.used |= root.stated
-        self.facts += list_facts(root, self.path.name, knows_size=options_size is not None)
+        for fact in list_facts(root, self.path.name, knows_size=options_size is not None):
+            if fact.name not in (known.name for known in self.facts):
+                self.facts.append(fact)
         document = Document(self.name, root.root, DEEPSPEED, {})
         options = replace(self.request.options, settings={}, sizes_from_loader=True)
         below = translate_document(document, options)
         findings = self.move(below.findings, root, file)
-        if reading.all("scheduler"):  # the default speaks of a script without one
+        findings += [_dead_block(*block) for block in passed]
+        handed = event.facts.get("lr_scheduler") is not None
+        if handed or reading.all("scheduler"):  # the default speaks of a script without one
             findings = [f for f in findings if f.given or f.key != "scheduler.type"]
         return replace(below, findings=tuple(findings))
 
@@ -232,16 +248,6 @@ class _ScriptPlanning:
         self.facts.append(
             Fact(CONFIG, f"deepspeed.initialize ({where})", look, event.place.line, "FILE")
         )
-
-    def take_optimizer(self, config: ScriptDict, event: Event) -> None:
-        """An optimizer of the script's own counts before the configuration's."""
-        optimizer = event.facts.get("optimizer")
-        if not isinstance(optimizer, Thing) or "class" not in optimizer.facts:
-            return
-        made = Event("optimizer", optimizer.place, event.node, optimizer.facts, file=event.file)
-        block = optimizer_record(made, file=event.file)
-        if block is not None:
-            config.put("optimizer", block[0], optimizer.place, event.file)
 
     def move(
         self, findings: Sequence[Finding], root: ScriptConfiguration, file: str
@@ -303,12 +309,7 @@ class _ScriptPlanning:
             findings.append(
                 _make_finding(f"deepspeed.initialize ({other.place.line})", other, "refused", why)
             )
-        optimizer = event.facts.get("optimizer")
-        if isinstance(optimizer, Thing) and optimizer.facts.get("args"):
-            parameters = optimizer.facts["args"][0]
-            if isinstance(parameters, list):
-                why = "groups of parameters that the script makes: name them in optimizer.groups"
-                findings.append(_make_finding("optimizer.params", event, "refused", why))
+        findings += judge_arguments(event)
         for judged in judge_events(reading, stage=stage, accumulate=accumulate):
             finding = judged.finding
             lost = [key for key in judged.outcome.values if key in values]
@@ -374,6 +375,13 @@ def _make_finding(key: str, event: Event, verdict: Any, why: str) -> Finding:
         "script.engine",
         file=event.file,
     )
+
+
+def _dead_block(name: str, place: Place, source: str) -> Finding:
+    why = "the script hands its own to deepspeed.initialize, which counts before it"
+    file = Path(source).name if source else ""
+    line, column = place.line, place.column
+    return Finding(name, None, line, column, "dead", "", why, "script.overridden", file=file)
 
 
 def _stage_of(plan: Plan | None) -> int:
