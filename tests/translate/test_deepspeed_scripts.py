@@ -477,3 +477,65 @@ for block, key in (("bf16", "enabled"), ("zero_optimization", "overlap_comm")):
     plan = read_script(folder, text + MADE.format("config=config"))
     assert plan.choices["precision"] == "bf16_true"
     assert finding(plan, "zero_optimization.overlap_comm").value is True
+
+
+def test_an_engine_that_is_made_on_a_condition_alone_is_asked_for_by_it(folder, capsys):
+    text = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+if args.deepspeed:
+    if net.fits:
+        amp.initialize(net)
+    else:
+        MADE
+else:
+    engine = net
+"""
+    made = MADE.format("config='ds.json'")
+    text = text.replace("MADE", made.strip())
+    plan = read_script(folder, text)
+    assert [(fact.name, fact.value) for fact in plan.facts] == [
+        ("args.deepspeed", "true"),
+        ("net.fits", "false"),
+    ]
+    assert not plan.findings
+    assert main(["translate", "train.py"]) == 13
+    assert "verdict" not in capsys.readouterr().out
+    stated = {"args.deepspeed": "true", "net.fits": "false"}
+    plan = read_script(folder, text, settings=stated)
+    assert plan.values["data.micro_batch_size"] == 4
+    line = plan_of("", "deepspeed train.py --deepspeed", settings={"net.fits": "false"})
+    assert line.values["data.micro_batch_size"] == 4
+
+
+def test_a_file_that_has_no_part_in_the_configuration_is_not_named_for_it(folder):
+    text = "other = json.load(open(args.vocabulary))\n"
+    [fact] = read_script(folder, text + MADE.format("config=settings.deepspeed")).facts
+    assert fact.look == "the file or the values that the script makes of settings.deepspeed"
+
+
+def test_modules_that_are_not_read_are_one_note_for_each_reason(folder):
+    for number in range(9):
+        (folder / f"part{number}.py").write_text("def x(:\n")
+    names = ", ".join(f"part{number}" for number in range(9))
+    text = f"import {names}\n" + MADE.format("config='ds.json'")
+    notes = [note for note in read_script(folder, text).notes if note.startswith("not read")]
+    assert len(notes) == 9  # each is wrong at its own place
+    many = [f"p{number}" for number in range(60)]
+    for name in many:
+        (folder / f"{name}.py").write_text("x = 1\n")
+    text = f"import {', '.join(many)}\n" + MADE.format("config='ds.json'")
+    [note] = [note for note in read_script(folder, text).notes if note.startswith("not read")]
+    assert " and 16 more: the project is larger than is read" in note
+
+
+def test_what_a_script_asks_for_is_stated_beside_its_launch_file(folder):
+    text = "if settings.cut:\n    engine, *_ = deepspeed.initialize(model=net, config='ds.json')\n"
+    (folder / "train.py").write_text(f"import deepspeed\nsettings = None\n{text}{LOOP}")
+    (folder / "run.sh").write_text("deepspeed --num_gpus 2 train.py\n")
+    plan = plan_of(folder / "run.sh", settings={"settings.cut": "true"})
+    assert plan.values["data.micro_batch_size"] == 4
+    with pytest.raises(ConfigError, match=r"--set optimizer.params.lrr: nothing of this job"):
+        plan_of(folder / "run.sh", settings={"optimizer.params.lrr": "1"})

@@ -377,6 +377,77 @@ def test_an_optimizer_that_is_made_elsewhere_is_asked_for(write):
     assert not plan.facts
 
 
+ON_A_CONDITION = """\
+import argparse
+import torch
+import horovod.torch as hvd
+parser = argparse.ArgumentParser()
+parser.add_argument("--horovod", action="store_true")
+args = parser.parse_args()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if args.horovod:
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer)
+for x in range(3):
+    model(x).backward()
+    optimizer.step()
+"""
+
+
+def test_a_wrapper_on_a_condition_alone_is_asked_for_by_it(write):
+    path = write(ON_A_CONDITION, "train.py")
+    plan = translate(path, Options(world_size=2))
+    [fact] = plan.facts
+    assert (fact.name, fact.value, plan.findings) == ("args.horovod", "true", ())
+    stated = Options(world_size=2, settings={"args.horovod": "true"})
+    assert not translate(path, stated).facts
+
+
+LIST_OF_SCHEDULERS = """\
+import torch
+import horovod.torch as hvd
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+for epoch in range(3):
+    for x in loader:
+        model(x).backward()
+        optimizer.step()
+    for scheduler in schedulers:
+        scheduler.step()
+"""
+
+
+def test_a_scheduler_in_a_list_is_stepped(write):
+    plan = translate(write(LIST_OF_SCHEDULERS, "train.py"), Options(world_size=2))
+    assert plan.choices["schedule"] == "torch"
+    assert plan.values["schedule.interval"] == "epoch"
+
+
+def test_flags_of_absl_are_read_with_what_the_line_says_of_them(write):
+    text = """\
+import torch
+import horovod.torch as hvd
+from absl import app, flags
+FLAGS = flags.FLAGS
+flags.DEFINE_float("rate", 0.5, "how fast")
+flags.DEFINE_integer("passes", None, "how many")
+def main(_):
+    optimizer = torch.optim.SGD(model.parameters(), lr=FLAGS.rate)
+    optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=FLAGS.passes)
+    model(1).backward()
+    optimizer.step()
+app.run(main)
+"""
+    path = write(text, "train.py")
+    plan = translate(path, Options(world_size=2))
+    assert plan.values["optimizer.lr"] == 0.5
+    [fact] = plan.facts
+    assert fact.name == "DistributedOptimizer.backward_passes_per_step"
+    line = write("horovodrun -np 2 python train.py --rate=0.25 --passes 4\n", "run.sh")
+    plan = translate(line, Options())
+    assert (plan.values["optimizer.lr"], plan.values["trainer.accumulate"]) == (0.25, 4)
+
+
 def test_a_function_within_a_function_knows_the_names_around_it(write):
     plan = translate(write(NESTED, "train.py"), Options(world_size=2))
     assert not plan.facts

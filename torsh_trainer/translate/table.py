@@ -51,7 +51,8 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         )
         for finding in plan.findings
     ]
-    yield from _columns([_HEAD, *rows], width)
+    if rows:
+        yield from _columns([_HEAD, *rows], width)
     if plan.dtypes:
         yield ""
         heads = ("dtype of", "before", "after")
@@ -60,8 +61,9 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         yield ""
         yield f"memory: {plan.memory.before:.2f} before, {plan.memory.after:.2f} after"
         yield f"        {plan.memory.note}"
-    yield ""
-    yield ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
+    if rows or not plan.facts:
+        yield ""
+        yield ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
     if plan.facts:
         yield ""
         yield "missing, and only you know it:"

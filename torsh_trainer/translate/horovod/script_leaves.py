@@ -17,6 +17,7 @@ from torsh_trainer.translate.horovod.yaml_files import ARGUMENTS, argument_probl
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.events import TOO_LONG
+from torsh_trainer.translate.python.parsing import ask_for_branch
 from torsh_trainer.translate.python.project import ScriptProject
 from torsh_trainer.translate.python.torch_calls import name_positional
 from torsh_trainer.translate.python.values import ImportedName, Thing, Unknown, is_number, is_plain
@@ -27,6 +28,7 @@ WORLD_SIZE = "world_size"
 _PROBED = (2, 4, 6)
 """Numbers of processes to read a script for where nobody states one."""
 
+_WRAPS = r"\bDistributedOptimizer$"
 _REDUCES = ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce_")
 
 _OWN_CALLS = {
@@ -170,6 +172,9 @@ class _Leaves:
 
     def read(self, wrapped: Sequence[Place]) -> Read:
         self.wrapper(wrapped)
+        if self.facts and not self.leaves and not self.reading.all("DistributedOptimizer"):
+            facts = tuple(self.facts.values())  # nothing else is sure until they are known
+            return Read((), tuple(self.problems), frozenset(self.used), facts)
         self.optimizer()
         self.starts()
         self.data()
@@ -191,6 +196,11 @@ class _Leaves:
     def wrapper(self, wrapped: Sequence[Place]) -> None:
         events = self.reading.all("DistributedOptimizer")
         seen = {event.place for event in events}
+        branch = self.reading.find_skipped(_WRAPS)
+        if branch is not None and not events:
+            what, file = "wraps the optimizer", self.file or Path(self.name).name
+            self.facts |= {f.name: f for f in ask_for_branch(branch, _WRAPS, what, file=file)}
+            return
         for place in wrapped:
             if place not in seen:
                 what = "DistributedOptimizer is called where reading does not get to"

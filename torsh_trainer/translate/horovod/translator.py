@@ -87,6 +87,8 @@ def _notes(job: HorovodJob) -> tuple[str, ...]:
 
 
 def _defaults(job: HorovodJob) -> Iterator[Leaf]:
+    if job.script and job.facts and not job.leaves:  # nothing is sure yet
+        return
     for key, name, value, rule in _DEFAULTS:
         if not job.is_given(name):
             yield Leaf(key, name, value, Place(), rule)

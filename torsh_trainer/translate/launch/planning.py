@@ -136,16 +136,16 @@ def plan_job(
         job.configured = list_keys(document)
     if not job.family and _hands_file_to_trainer(job):
         job.family = "hugging-face"
-    script = None if job.family else _find_deepspeed_script(job, finder)
+    script = None if job.family else find_deepspeed_script(job.line, finder)
     return _Planning(job, asked, document, script).plan()
 
 
-def _find_deepspeed_script(job: LaunchJob, finder: FileFinder) -> Path | None:
+def find_deepspeed_script(line: LaunchLine, finder: FileFinder) -> Path | None:
     """The script of the line, where it is here and makes an engine of DeepSpeed's."""
-    word = job.line.script
-    if word is None or word.holes or job.line.module or not word.text.endswith(".py"):
+    word = line.script
+    if word is None or word.holes or line.module or not word.text.endswith(".py"):
         return None
-    path = finder.find(word.text, job.line.command.folder)
+    path = finder.find(word.text, line.command.folder)
     return path if path is not None and is_deepspeed_script(text_of(path)) else None
 
 

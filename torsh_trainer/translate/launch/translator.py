@@ -17,10 +17,16 @@ from torsh_trainer.translate.horovod.translator import HorovodTranslator
 from torsh_trainer.translate.launch.configuration import NAMES, FileFinder
 from torsh_trainer.translate.launch.job import LaunchLine
 from torsh_trainer.translate.launch.lines import HOROVODRUN, PYTHON, read_line
-from torsh_trainer.translate.launch.planning import RUN, check_settings, plan_job
+from torsh_trainer.translate.launch.planning import (
+    RUN,
+    check_settings,
+    find_deepspeed_script,
+    plan_job,
+)
 from torsh_trainer.translate.launch.sweeps import Rounds, join_rounds
 from torsh_trainer.translate.outcomes import exact
 from torsh_trainer.translate.plan import Finding, Plan
+from torsh_trainer.translate.python.arguments import is_expression
 from torsh_trainer.translate.reading import exists, text_of
 from torsh_trainer.translate.shell.script import ShellScript, read_script
 from torsh_trainer.translate.shell.words import Command, plain
@@ -333,7 +339,16 @@ class _LaunchFile:
             WORLD_SIZE,
             *(key.dotted for key in keys.schema().values()),
         }
+        blocks = {name.partition(".")[0] for name in known}
+        asked = {
+            name
+            for name in self.asked.settings or {}
+            if is_expression(name) and name.partition(".")[0] not in blocks
+        }
         for line in jobs:
+            horovod = line.launcher.launcher == HOROVODRUN
+            if asked and (horovod or find_deepspeed_script(line, self.finder) is not None):
+                known |= asked  # of the script, which asks for them
             known |= {
                 word.text.lstrip("-").replace("-", "_").partition("=")[0] for word in line.arguments
             }

@@ -111,6 +111,15 @@ def _is_number(text: str) -> bool:
     return re.fullmatch(r"-?[\d.]+(e-?\d+)?", text) is not None
 
 
+def is_expression(text: str) -> bool:
+    """Whether ``--set`` names an expression of a script, which is more than one name."""
+    try:
+        body = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    return not isinstance(body, ast.Name | ast.Constant)
+
+
 def read_setting(text: str) -> Any:
     """What ``--set`` states: a Python literal, true, false, null, or the text itself."""
     if text in ("true", "false", "null", "None"):

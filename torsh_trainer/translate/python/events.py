@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,19 +28,45 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A branch that is not taken, since its condition ``test`` is what ``holds`` says."""
+
+    test: str
+    holds: bool
+    place: Place
+    body: tuple[ast.stmt, ...]
+    file: str = ""
+
+
+@dataclass(frozen=True)
 class ScriptReading:
     """What a script does, in the order of a run; ``used`` are the settings that were asked for.
 
-    ``is_whole``: all of it was followed; a script of very many statements is not.
+    ``is_whole``: all of it was followed; a script of very many statements is not. ``skipped`` are
+    the branches that were not.
     """
 
     events: tuple[Event, ...]
     used: frozenset[str]
     is_whole: bool = True
+    skipped: tuple[Skipped, ...] = ()
 
     def all(self, what: str) -> list[Event]:
         """The events of one sort."""
         return [event for event in self.events if event.what == what]
+
+    def find_skipped(self, pattern: str) -> Skipped | None:
+        """The first branch that is not taken in which something is called as ``pattern`` says."""
+        return next((branch for branch in self.skipped if calls(branch.body, pattern)), None)
+
+
+def calls(body: Sequence[ast.stmt], pattern: str) -> bool:
+    """Whether something is called in these statements as ``pattern`` says."""
+    return any(
+        isinstance(node, ast.Call) and re.search(pattern, ast.unparse(node.func))
+        for part in body
+        for node in ast.walk(part)
+    )
 
 
 Scope = dict[str, Any]

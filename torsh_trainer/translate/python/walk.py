@@ -23,6 +23,7 @@ from torsh_trainer.translate.python.events import (
     Returned,
     Scope,
     ScriptReading,
+    Skipped,
     place_of,
 )
 from torsh_trainer.translate.python.expressions import truth_of
@@ -69,6 +70,7 @@ class Walk(ScriptCalls):
         self.modules: dict[str, Module] = {"": self.module}
         self.script: Path | None = None
         self.steps = 0
+        self.skipped: list[Skipped] = []
         self.kinds: list[Kind] = []
 
     def read(self, tree: ast.Module, *, name: str, script: Path | None = None) -> ScriptReading:
@@ -83,7 +85,8 @@ class Walk(ScriptCalls):
         except RecursionError as error:
             raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
         is_whole = self.steps <= _MOST_STEPS
-        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole)
+        skipped = tuple(self.skipped)
+        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole, skipped)
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
         """A function of the script is decorated by something imported."""
@@ -300,6 +303,10 @@ class Walk(ScriptCalls):
         test = self.value(node.test, scope)
         truth = truth_of(test)
         if truth is not None:
+            rest = tuple(node.orelse if truth else node.body)
+            if rest and not isinstance(node.test, ast.Constant):
+                said = (write_expression(node.test), truth, place_of(node))
+                self.skipped.append(Skipped(*said, rest, self.module.file))
             return self.block(node.body if truth else node.orelse, scope, returned)
         kept = self.around
         every = self.rounds(node.test, scope)

@@ -16,7 +16,7 @@ from torsh_trainer.translate.nodes import MappingEntry, Node, Place
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.events import Event
 from torsh_trainer.translate.python.torch_calls import name_positional
-from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown, is_plain
+from torsh_trainer.translate.python.values import ImportedName, ScriptDict, Thing, Unknown, is_plain
 
 CONFIG = "deepspeed_config"
 """The name of the fact that a configuration is missing."""
@@ -64,7 +64,8 @@ def find_path(event: Event) -> str | ScriptDict | Unknown | None:
             return arguments
     if isinstance(config, str | ScriptDict | Unknown) or config is None:
         return config
-    return Unknown("config", event.place)
+    named = config.dotted if isinstance(config, ImportedName) else "config"
+    return Unknown(named, event.place)
 
 
 def take_own(config: ScriptDict, event: Event) -> list[tuple[str, Place, str]]:

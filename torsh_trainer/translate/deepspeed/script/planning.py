@@ -29,13 +29,20 @@ from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_setting
 from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
 from torsh_trainer.translate.python.files import name_path
-from torsh_trainer.translate.python.parsing import find_imports, note_lines, parse, read_source
-from torsh_trainer.translate.python.project import ScriptProject, record_of
+from torsh_trainer.translate.python.parsing import (
+    ask_for_branch,
+    find_imports,
+    note_lines,
+    parse,
+    read_source,
+)
+from torsh_trainer.translate.python.project import ScriptProject, note_unread, record_of
 from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
 from torsh_trainer.translate.reading import Document, read_text, text_of
 
 _RUN = f"python -m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
 _LOADS = re.compile(r"\bloads?\(")
+_CALL = r"(?<!amp\.)(?<!hydra\.)\binitialize$"
 _ASKED = "asked below: only you know it"
 
 
@@ -100,6 +107,11 @@ class _ScriptPlanning:
         )
         reading = walk.read(tree, name=self.name, script=self.path)
         self.used |= reading.used
+        branch = None if reading.all("initialize") else reading.find_skipped(_CALL)
+        if branch is not None:
+            what = "makes DeepSpeed's engine"
+            self.facts += ask_for_branch(branch, _CALL, what, file=self.path.name)
+            return self.state_facts(reading)
         event, others = self.choose_engine(tree, reading)
         below = self.read_configuration(event, reading)
         plan = self.join(below, event, others, reading)
@@ -200,7 +212,8 @@ class _ScriptPlanning:
             look = "the file behind --deepspeed_config in the line that starts the script"
             if isinstance(config, Unknown) and not _LOADS.search(config.text):
                 look = f"the file or the values that the script makes of {config.text}"[:160]
-            for load in reading.all("load.missing")[:1]:
+            made = config.place if isinstance(config, Unknown) else None
+            for load in [one for one in reading.all("load.missing") if one.place == made][:1]:
                 path = load.facts["path"]
                 look = f"the file that line {load.place.line} reads: {path}"
                 if load.facts["is_known"]:
@@ -344,6 +357,26 @@ class _ScriptPlanning:
             files=(*self.project.opened, *map(str, self.project.files)),
         )
 
+    def state_facts(self, reading: ScriptReading) -> Plan:
+        """A plan of nothing but what has to be known first."""
+        options = self.request.options
+        return Plan(
+            source=self.name,
+            engine=DEEPSPEED,
+            version="",
+            context=options.context,
+            mode=options.mode,
+            world_size=options.world_size,
+            choices={},
+            values={},
+            findings=(),
+            taken_for="a script for DeepSpeed, read and not executed",
+            notes=tuple(self.notes(reading)),
+            facts=tuple(self.facts),
+            command=_RUN,
+            files=(*self.project.opened, *map(str, self.project.files)),
+        )
+
     def notes(self, reading: ScriptReading) -> list[str]:
         said = ["model, data and loss are yours: write them as a task, or name a ready one"]
         said += [] if reading.is_whole else [TOO_LONG]
@@ -351,8 +384,7 @@ class _ScriptPlanning:
         read = [path.name for path, tree in self.project.files.items() if tree is not None]
         if read:
             said.append(f"read with it: {', '.join(read)}")
-        said += [f"not read: {name}: {why}" for name, why in self.project.unread.items()]
-        return said
+        return said + note_unread(self.project)
 
     def check_used(self) -> None:
         for name in self.settings:
