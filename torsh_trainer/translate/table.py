@@ -71,6 +71,10 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         yield from _columns([_FACT_HEAD, *facts], width)
 
 
+_MOST_FILES = 4
+"""Of a job, that its row names."""
+
+
 def table_of_project(project: Project, *, width: int) -> str:
     """A line for each job of a project, in lines of at most ``width`` columns."""
     return "\n".join(_project_lines(project, width)) + "\n"
@@ -103,7 +107,9 @@ def _job_row(job: ProjectJob, project: Project) -> tuple[str, ...]:
         return (source, job.kind, "", "", str(job.error))
     plan = job.plan
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
-    files = ", ".join(map(project.shorten, plan.files))
+    files = ", ".join(map(project.shorten, plan.files[:_MOST_FILES]))
+    if len(plan.files) > _MOST_FILES:
+        files += f" and {len(plan.files) - _MOST_FILES} more"
     return (source, job.kind, files, verdicts, _what_next(plan))
 
 
