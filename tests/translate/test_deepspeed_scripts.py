@@ -539,3 +539,41 @@ def test_what_a_script_asks_for_is_stated_beside_its_launch_file(folder):
     assert plan.values["data.micro_batch_size"] == 4
     with pytest.raises(ConfigError, match=r"--set optimizer.params.lrr: nothing of this job"):
         plan_of(folder / "run.sh", settings={"optimizer.params.lrr": "1"})
+
+
+def test_the_condition_between_a_file_and_a_dictionary_is_asked_for(folder):
+    text = """\
+path = os.environ.get("CONFIG")
+if path:
+    config = json.load(open(path))
+else:
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+"""
+    made = text + MADE.format("config=config")
+    [fact] = read_script(folder, made).facts
+    assert (fact.name, fact.line) == ("path", 3)
+    plan = read_script(folder, made, settings={"path": "false"})
+    assert plan.values["data.micro_batch_size"] == 2
+
+
+def test_an_engine_that_nothing_steps_is_told(folder):
+    text = "import deepspeed\n" + MADE.format("config='ds.json'")
+    (folder / "train.py").write_text(text)
+    assert any("nothing steps the engine" in note for note in plan_of(folder / "train.py").notes)
+    trainer = "import transformers\ntransformers.Trainer(model=engine).train()\n"
+    (folder / "train.py").write_text(text + trainer)
+    plan = plan_of(folder / "train.py")
+    assert finding(plan, "Trainer").verdict == "refused"
+    assert not any("nothing steps the engine" in note for note in plan.notes)
+
+
+def test_a_rate_that_is_made_elsewhere_is_told(folder):
+    text = """\
+from elsewhere import cosine_lr, load
+own = torch.optim.SGD(net.parameters(), lr=0.1)
+load(own)
+scheduler = cosine_lr(own, 0.1, 10)
+"""
+    plan = read_script(folder, text + MADE.format("config='ds.json', optimizer=own"))
+    assert finding(plan, "cosine_lr").verdict == "refused"
+    assert not [f for f in plan.findings if f.key == "load"]

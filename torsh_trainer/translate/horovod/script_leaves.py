@@ -453,7 +453,7 @@ class _Leaves:
             value = as_written(event.facts["value"])
             self.add("param_group['lr']", "hand_lr", value, event, "schedule.by-hand")
         for event in self.reading.all("scheduler.unknown")[:1]:
-            key = f"{event.facts['written']}.step"
+            key = event.facts["written"]
             self.add(key, "unread_scheduler", event.facts["made"], event, "schedule.unread")
         if not events or not self.certain(events[0], "making the scheduler"):
             return

@@ -92,7 +92,7 @@ def _defaults(job: HorovodJob) -> Iterator[Leaf]:
     for key, name, value, rule in _DEFAULTS:
         if not job.is_given(name):
             yield Leaf(key, name, value, Place(), rule)
-    if job.script and not job.is_given("broadcast_parameters"):
+    if job.script and not job.facts and not job.is_given("broadcast_parameters"):
         yield Leaf(
             "broadcast_parameters", "broadcast_parameters", None, Place(), "start.parameters"
         )

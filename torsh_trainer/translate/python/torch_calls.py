@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,6 +64,9 @@ OTHER_ADAM = (
     "torch's AdamW does"
 )
 
+_RATES = re.compile(r"sched|cosine|warm|learning_rate|_lr$|LR$|^lr_", re.IGNORECASE)
+"""What a function is called that makes or sets a rate, where it is handed an optimizer."""
+
 _NOT_OF_TORCH = ("correct_bias", "no_deprecation_warning")
 
 
@@ -102,13 +106,18 @@ class TorchWalk(FileWalk):
             for given in ("eps", "weight_decay")[: max(0, len(args) - 3)]:
                 named.pop(given, None)
             return self.optimizer("AdamW", args, named, node, of=dotted)
+        if _RATES.search(last) and any(map(is_optimizer, (*args, *named.values()))):
+            text = write_expression(node)
+            self.event("scheduler.unknown", node, {"written": last, "made": text})
         return super().call_name(dotted, args, named, node)
 
     def step_stranger(self, owner: Unknown, node: ast.Call) -> None:
         """A scheduler that is made where reading does not get to, by what it is called."""
         written = write_expression(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         if "sched" in written.lower():
-            self.event("scheduler.unknown", node, {"written": written, "made": owner.text})
+            self.event(
+                "scheduler.unknown", node, {"written": f"{written}.step", "made": owner.text}
+            )
 
     def optimizer(
         self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call, of: str = ""
@@ -136,3 +145,10 @@ class TorchWalk(FileWalk):
         if steps or (owner.kind == "optimizer" and name in _OF_OPTIMIZER):
             self.event(f"optimizer.{name}", node, {"args": args})
         return super().call_method(owner, name, args, named, node)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value of a script is an optimizer, or is called one."""
+    if isinstance(value, Unknown):
+        return re.search(r"\boptim", value.text) is not None
+    return isinstance(value, Thing) and value.kind == "optimizer"

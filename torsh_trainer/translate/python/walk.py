@@ -349,9 +349,12 @@ class Walk(ScriptCalls):
             right = other.get(name, left)
             same = left is right or (is_plain(left) and is_plain(right) and left == right)
             same = same or (isinstance(left, ImportedName | Unknown) and left == right)
-            both[name] = (
-                left if same else Unknown(name, place_of(node), _common_division(left, right))
-            )
+            if not same:
+                block = isinstance(left, ScriptDict) or isinstance(right, ScriptDict)
+                under = write_expression(node.test) if block else ""
+                divided = _common_division(left, right)
+                left = Unknown(name, place_of(node), divided, under)
+            both[name] = left
         return both
 
     def loop(

@@ -52,6 +52,8 @@ class DeepSpeedWalk(TorchWalk):
             return self.unknown(node) if self.size is None else self.size
         if last in _OPTIMIZERS:
             return self.optimizer(last, args, named, node)
+        if last.endswith("Trainer") and dotted.startswith(("transformers.", "trl.")):
+            self.event("hf.trainer", node, {"class": last})
         if last == "HfDeepSpeedConfig" or last == "HfTrainerDeepSpeedConfig":
             return Thing("hf config", place_of(node))
         if dotted == DEEPSPEED or not dotted.startswith(DEEPSPEED + "."):

@@ -41,6 +41,10 @@ from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
 from torsh_trainer.translate.reading import Document, read_text, text_of
 
 _RUN = f"python -m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
+_TRAINS = ("backward", "step", "train_batch")
+_NO_STEP = (
+    "as far as reading gets, nothing steps the engine: its loop is elsewhere, or it only infers"
+)
 _LOADS = re.compile(r"\bloads?\(")
 _CALL = r"(?<!amp\.)(?<!hydra\.)\binitialize$"
 _ASKED = "asked below: only you know it"
@@ -208,6 +212,11 @@ class _ScriptPlanning:
             config = record_of(document.root, str(found))
         elif isinstance(config, ScriptDict):
             self.config_words = "its configuration in the script"
+        elif isinstance(config, Unknown) and config.under:
+            where = f"the configuration ({event.file or self.path.name}:{config.place.line})"
+            look = "whether this holds when you train: true or false"
+            self.facts.append(Fact(config.under, where, look, config.place.line))
+            return None
         else:
             look = "the file behind --deepspeed_config in the line that starts the script"
             if isinstance(config, Unknown) and not _LOADS.search(config.text):
@@ -380,6 +389,9 @@ class _ScriptPlanning:
     def notes(self, reading: ScriptReading) -> list[str]:
         said = ["model, data and loss are yours: write them as a task, or name a ready one"]
         said += [] if reading.is_whole else [TOO_LONG]
+        engines = reading.all("initialize") and not reading.all("hf.trainer")
+        if engines and not any(reading.all(f"engine.{name}") for name in _TRAINS):
+            said.append(_NO_STEP)
         said += note_lines(self.path)
         read = [path.name for path, tree in self.project.files.items() if tree is not None]
         if read:

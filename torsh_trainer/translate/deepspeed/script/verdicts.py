@@ -148,9 +148,12 @@ def _outcomes_of(
     elif what == "optimizer.step" and not reading.all("engine.step"):
         why = "past the engine, which counts micro-batches: here the loop steps as engine.step does"
         yield what, None, approximate(why)
+    elif what == "hf.trainer":
+        why = "Hugging Face's Trainer trains by arguments of its own: translate the line with them"
+        yield event.facts["class"], None, refuse(why)
     elif what == "scheduler.unknown":
-        why = f"its rate is a function of {event.facts['made']}; write it as a schedule"
-        yield f"{event.facts['written']}.step", None, refuse(why[:160])
+        why = f"its rate is a function of {event.facts['made']}"[:120]
+        yield event.facts["written"], None, refuse(f"{why}; write it as a schedule")
     elif what == "param_group.lr":
         yield what, None, refuse("the script sets the rate itself: write it as a schedule")
     elif what == "loop.range":
