@@ -577,3 +577,13 @@ scheduler = cosine_lr(own, 0.1, 10)
     plan = read_script(folder, text + MADE.format("config='ds.json', optimizer=own"))
     assert finding(plan, "cosine_lr").verdict == "refused"
     assert not [f for f in plan.findings if f.key == "load"]
+
+
+def test_a_script_that_speaks_of_the_engine_alone_is_not_one(folder, capsys):
+    text = '"""Instead of deepspeed.initialize()."""\nimport torch\n# deepspeed.initialize(x)\n'
+    (folder / "train.py").write_text(text)
+    assert main(["translate", "train.py"]) == 2
+    assert "it speaks of DeepSpeed, and never calls deepspeed.ini" in capsys.readouterr().err
+    (folder / "run.sh").write_text("deepspeed --num_gpus 2 train.py\n")
+    [plan] = work_of(folder / "run.sh", TranslationRequest()).translate_jobs()
+    assert not plan.facts

@@ -51,8 +51,21 @@ _ASKED = "asked below: only you know it"
 
 
 def is_deepspeed_script(text: str) -> bool:
-    """Whether Python text makes an engine of DeepSpeed's, as far as its words tell."""
-    return "deepspeed.initialize" in text or "deepspeed import initialize" in text
+    """Whether Python text makes an engine of DeepSpeed's: it names what makes one, and not in
+    comments or in texts alone. What is no Python is taken for one by its words."""
+    if "deepspeed.initialize" not in text and "deepspeed import" not in text:
+        return False
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "deepspeed.initialize" in text
+    return any(map(_names_initialize, ast.walk(tree)))
+
+
+def _names_initialize(node: ast.AST) -> bool:
+    if isinstance(node, ast.ImportFrom) and node.module == DEEPSPEED:
+        return any(alias.name == "initialize" for alias in node.names)
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "deepspeed.initialize"
 
 
 @dataclass(frozen=True)
@@ -169,9 +182,11 @@ class _ScriptPlanning:
                 f"{self.name} trains by accelerate, which makes the engine itself",
                 fix="translate the line that starts it: --command 'accelerate launch ...'",
             )
+        what = "deepspeed.initialize is called where reading does not get to"
+        if not any(map(_names_initialize, ast.walk(tree))):
+            what = "it speaks of DeepSpeed, and never calls deepspeed.initialize"
         raise ConfigError(
-            f"{self.name} makes no engine: deepspeed.initialize is called where reading does not "
-            "get to",
+            f"{self.name} makes no engine: {what}",
             fix="name the script that trains, or translate its configuration file alone",
         )
 
