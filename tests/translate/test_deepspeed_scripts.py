@@ -587,3 +587,20 @@ def test_a_script_that_speaks_of_the_engine_alone_is_not_one(folder, capsys):
     (folder / "run.sh").write_text("deepspeed --num_gpus 2 train.py\n")
     [plan] = work_of(folder / "run.sh", TranslationRequest()).translate_jobs()
     assert not plan.facts
+
+
+def test_auto_is_dropped_where_deepspeed_drops_it_and_asked_for_elsewhere(folder):
+    config = CONFIG | {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": "auto"},
+    }
+    (folder / "ds.json").write_text(json.dumps(config))
+    plan = read_script(folder, MADE.format("config='ds.json'"))
+    [fact] = plan.facts
+    assert (fact.name, fact.look) == (
+        "train_batch_size",
+        'it is "auto" there: the value that the run has',
+    )
+    assert finding(plan, "bf16.enabled").value is False
+    assert "DeepSpeed drops" in finding(plan, "bf16.enabled").why

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_trainer.translate.deepspeed.auto import AUTO, UNMATTERING
+from torsh_trainer.translate.deepspeed.keys import schema
 from torsh_trainer.translate.nodes import MappingEntry, Node, Place
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.events import Event
@@ -133,10 +134,19 @@ def optimizer_record(event: Event, *, file: str) -> ScriptDict | None:
     return block
 
 
+def _is_dropped(dotted: str) -> bool:
+    """Whether DeepSpeed takes its default for a key that is "auto", as blocks of pydantic do."""
+    key = schema().get(tuple(dotted.split(".")))
+    return key is not None and key.strict
+
+
 def document_root(
-    record: ScriptDict, place: Place, settings: Mapping[str, Any]
+    record: ScriptDict, place: Place, settings: Mapping[str, Any], *, is_filled: bool
 ) -> ScriptConfiguration:
-    """``record`` as nodes; unknown values are filled from ``settings``, else they are facts."""
+    """``record`` as nodes; unknown values are filled from ``settings``, else they are facts.
+
+    ``is_filled``: "auto" is filled by whoever hands the configuration over.
+    """
     found = ScriptConfiguration(Node({}, place))
 
     def node_of(value: Any, path: tuple[str, ...], at: Place, file: str) -> Node | None:
@@ -159,7 +169,8 @@ def document_root(
         if dotted in settings:
             found.stated.add(dotted)
             return Node(settings[dotted], at)
-        if is_plain(value) and (value != AUTO or dotted in UNMATTERING):
+        stands = _is_dropped(dotted) or (is_filled and dotted in UNMATTERING)
+        if is_plain(value) and (value != AUTO or stands):
             return Node(value, at)
         if value == AUTO:
             value = Unknown(f"{dotted}{_FILLED}", at)

@@ -247,7 +247,8 @@ class _ScriptPlanning:
         config = config.copy()
         passed = take_own(config, event)
         options_size = self.request.options.world_size
-        root = document_root(config, place, self.settings)
+        is_filled = self.request.options.context != "raw"
+        root = document_root(config, place, self.settings, is_filled=is_filled)
         self.used |= root.stated
         for fact in list_facts(root, self.path.name, knows_size=options_size is not None):
             if fact.name not in (known.name for known in self.facts):
