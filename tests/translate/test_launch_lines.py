@@ -640,3 +640,18 @@ def test_a_variable_that_decides_the_engine_is_not_passed_over(tmp_path, variabl
     )
     [plan] = plans_of(path)
     assert [f.verdict for f in plan.findings if f.key == name] == ["exact"] or "PL" in name
+
+
+def test_two_jobs_that_name_two_files_ask_for_them_by_their_paths(tmp_path):
+    path = tmp_path / "run.sh"
+    line = "deepspeed --num_gpus 2 train.py --deepspeed {}\n"
+    path.write_text(line.format("conf/one.json") + line.format("conf/two.json"))
+    names = [fact.name for plan in plans_of(path) for fact in plan.facts]
+    assert names == ["conf/one.json", "conf/two.json"]
+    for name, size in (("a.json", 2), ("b.json", 7)):
+        (tmp_path / name).write_text(f'{{"train_micro_batch_size_per_gpu": {size}}}')
+    stated = {"conf/one.json": str(tmp_path / "a.json"), "conf/two.json": str(tmp_path / "b.json")}
+    sizes = [plan.values["data.micro_batch_size"] for plan in plans_of(path, settings=stated)]
+    assert sizes == [2, 7]
+    path.write_text(line.format("conf/one.json") * 2)
+    assert {fact.name for plan in plans_of(path) for fact in plan.facts} == {"deepspeed"}

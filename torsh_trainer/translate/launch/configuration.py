@@ -104,14 +104,14 @@ def text_of_file(job: LaunchJob, said: StatedFlag, finder: FileFinder) -> tuple[
         Asked: it is not where the line says, or only a shell could tell.
         ConfigError: it cannot be read as text.
     """
-    named = job.settings.get(said.name)
-    if named is not None:
-        job.used.add(said.name)
-        path: Path | None = Path(named)
-        if path is None or not path.is_file():
-            raise ConfigError(f"--set {said.name}={named}: there is no such file", fix="correct it")
-        return named, text_of(path)
     word = said.values[0]
+    for name in (word.text, said.name):
+        named = job.settings.get(name)
+        if named is not None:
+            job.used.add(name)
+            if not Path(named).is_file():
+                raise ConfigError(f"--set {name}={named}: there is no such file", fix="correct it")
+            return named, text_of(Path(named))
     folder = job.line.command.folder
     written = finder.find_written(word.text)
     if written is not None:
