@@ -14,9 +14,9 @@ from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import keys, versions
 from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
 from torsh_trainer.translate.deepspeed.auto import list_needs
+from torsh_trainer.translate.deepspeed.script.engines import is_deepspeed_script
 from torsh_trainer.translate.deepspeed.script.planning import (
     ScriptRequest,
-    is_deepspeed_script,
     plan_script,
 )
 from torsh_trainer.translate.deepspeed.source import Options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torsh_trainer.translate.deepspeed.script.configuration import (
     list_facts,
     take_own,
 )
+from torsh_trainer.translate.deepspeed.script.engines import CALL, choose_engine
 from torsh_trainer.translate.deepspeed.script.verdicts import judge_arguments, judge_events
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
@@ -31,7 +31,6 @@ from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
 from torsh_trainer.translate.python.files import name_path
 from torsh_trainer.translate.python.parsing import (
     ask_for_branch,
-    find_imports,
     note_lines,
     parse,
     read_source,
@@ -46,26 +45,7 @@ _NO_STEP = (
     "as far as reading gets, nothing steps the engine: its loop is elsewhere, or it only infers"
 )
 _LOADS = re.compile(r"\bloads?\(")
-_CALL = r"(?<!amp\.)(?<!hydra\.)\binitialize$"
 _ASKED = "asked below: only you know it"
-
-
-def is_deepspeed_script(text: str) -> bool:
-    """Whether Python text makes an engine of DeepSpeed's: it names what makes one, and not in
-    comments or in texts alone. What is no Python is taken for one by its words."""
-    if "deepspeed.initialize" not in text and "deepspeed import" not in text:
-        return False
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "deepspeed.initialize" in text
-    return any(map(_names_initialize, ast.walk(tree)))
-
-
-def _names_initialize(node: ast.AST) -> bool:
-    if isinstance(node, ast.ImportFrom) and node.module == DEEPSPEED:
-        return any(alias.name == "initialize" for alias in node.names)
-    return isinstance(node, ast.Attribute) and ast.unparse(node) == "deepspeed.initialize"
 
 
 @dataclass(frozen=True)
@@ -124,12 +104,12 @@ class _ScriptPlanning:
         )
         reading = walk.read(tree, name=self.name, script=self.path)
         self.used |= reading.used
-        branch = None if reading.all("initialize") else reading.find_skipped(_CALL)
+        branch = None if reading.all("initialize") else reading.find_skipped(CALL)
         if branch is not None:
             what = "makes DeepSpeed's engine"
-            self.facts += ask_for_branch(branch, _CALL, what, file=self.path.name)
+            self.facts += ask_for_branch(branch, CALL, what, file=self.path.name)
             return self.state_facts(reading)
-        event, others = self.choose_engine(tree, reading)
+        event, others = choose_engine(tree, reading, name=self.name)
         below = self.read_configuration(event, reading)
         plan = self.join(below, event, others, reading)
         if self.request.is_whole:
@@ -149,46 +129,6 @@ class _ScriptPlanning:
         options = self.request.options
         self.request = replace(self.request, options=replace(options, world_size=stated))
         return stated
-
-    # -- the engine ------------------------------------------------------------------------------
-
-    def choose_engine(self, tree: ast.Module, reading: ScriptReading) -> tuple[Event, list[Event]]:
-        """The call that makes the engine that trains, and the others.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        events = reading.all("initialize")
-        if events:
-            trains = [
-                e for e in events if e.facts.get("model_parameters") or e.facts.get("optimizer")
-            ]
-            chosen = trains[0] if trains else events[0]
-            return chosen, [event for event in events if event is not chosen]
-        imported = set(find_imports(tree))
-        if any(event.what == "deepspeed.init_inference" for event in reading.events):
-            raise ConfigError(
-                f"{self.name} only infers: it calls deepspeed.init_inference and trains nothing",
-                fix="name the script that trains",
-            )
-        if any(name.startswith(("transformers.Trainer", "trl.")) for name in imported):
-            raise ConfigError(
-                f"{self.name} trains by Hugging Face's Trainer, which makes the engine itself",
-                fix="translate the line that starts it, with its arguments: translate --command "
-                "'deepspeed train.py --deepspeed ds.json ...'",
-            )
-        if any(name.startswith("accelerate") for name in imported):
-            raise ConfigError(
-                f"{self.name} trains by accelerate, which makes the engine itself",
-                fix="translate the line that starts it: --command 'accelerate launch ...'",
-            )
-        what = "deepspeed.initialize is called where reading does not get to"
-        if not any(map(_names_initialize, ast.walk(tree))):
-            what = "it speaks of DeepSpeed, and never calls deepspeed.initialize"
-        raise ConfigError(
-            f"{self.name} makes no engine: {what}",
-            fix="name the script that trains, or translate its configuration file alone",
-        )
 
     # -- the configuration -----------------------------------------------------------------------
 
