@@ -104,8 +104,8 @@ class FunctionScope(dict[str, Any]):
     ) -> None:
         super().__init__(scope)
         self.node, self.module, self.enclosing = node, module, enclosing
-        self.outer = _declared(node, ast.Global)
-        self.around = _declared(node, ast.Nonlocal)
+        self.outer = _list_declared(node, ast.Global)
+        self.around = _list_declared(node, ast.Nonlocal)
 
     def __copy__(self) -> FunctionScope:
         return FunctionScope(self, self.module, self.node, self.enclosing)
@@ -127,7 +127,7 @@ def find_enclosing(name: str, scope: Scope) -> Scope | None:
     return found
 
 
-def _declared(
+def _list_declared(
     node: ast.FunctionDef | ast.AsyncFunctionDef, kind: type[ast.Global | ast.Nonlocal]
 ) -> set[str]:
     return {name for part in node.body if isinstance(part, kind) for name in part.names}
