@@ -93,6 +93,12 @@ def scheduled(scheduler: str, step: str = "scheduler.step()") -> tuple[str, str]
     return "train.py", text.replace(SCHEDULED[0], SCHEDULED[1].format(scheduler))
 
 
+def scheduled_by_transformers() -> tuple[str, str]:
+    text = stepped(after="scheduler.step()")
+    maker = "transformers.get_linear_schedule_with_warmup(optimizer, 10, len(train_loader))"
+    return "train.py", text.replace("for epoch in", f"scheduler = {maker}\nfor epoch in")
+
+
 def script(text: str) -> tuple[str, str]:
     return "train.py", text
 

@@ -295,3 +295,312 @@ def test_a_script_that_is_too_long_to_follow_says_so(folder):
     Path("late.py").write_text(text)
     with pytest.raises(ConfigError, match="where reading does not get to"):
         plan_of(Path("late.py"))
+
+
+LOOP = """
+for x in loader:
+    engine.backward(engine(x))
+    engine.step()
+"""
+MADE = "engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), {})\n"
+
+
+def read_script(folder: Path, text: str, **named) -> Plan:
+    (folder / "train.py").write_text(f"import json, os, deepspeed, torch\n{text}{LOOP}")
+    return plan_of(folder / "train.py", **named)
+
+
+WRITES = """\
+def write(rate):
+    config = json.load(open("ds.json"))
+    config["optimizer"]["params"]["lr"] = rate
+    path = os.path.join("/tmp", "made.json")
+    WRITE
+    return path
+
+"""
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "with open(path, 'w') as file:\n        json.dump(config, file, indent=2)",
+        "with open(path, 'w') as file:\n        file.write(json.dumps(config))",
+        "if torch.distributed.get_rank() == 0:\n        json.dump(config, open(path, 'w'))",
+    ],
+)
+def test_a_configuration_that_the_script_writes_is_read_as_it_writes_it(folder, write):
+    text = WRITES.replace("WRITE", write) + MADE.format("config=write(0.25)")
+    plan = read_script(folder, text)
+    assert not plan.facts
+    assert plan.values["optimizer.lr"] == 0.25
+    assert "in the script, which writes it" in plan.taken_for
+    assert finding(plan, "zero_optimization.stage").file == "ds.json"
+
+
+def test_a_file_that_the_script_changes_counts_before_the_file_of_the_line(folder):
+    text = """\
+path = "ds.json"
+config = json.load(open(path))
+config["optimizer"]["params"]["lr"] = 0.125
+if os.path.exists(path):
+    json.dump(config, open(path, "w"))
+"""
+    plan = read_script(folder, text + MADE.format("config=path"))
+    assert plan.values["optimizer.lr"] == 0.125
+    unsure = text.replace("os.path.exists(path)", "torch.cuda.is_available()")
+    [fact] = read_script(folder, unsure + MADE.format("config=path")).facts
+    assert fact.name == "deepspeed_config"
+    assert "line 6 writes it" in fact.look
+
+
+def test_a_configuration_that_stands_in_a_text_is_read(folder):
+    text = f"TEXT = '''{json.dumps(CONFIG)}'''\n"
+    loaded = read_script(folder, text + MADE.format("config=json.loads(TEXT)"))
+    written = "with open('other.json', 'w') as file:\n    file.write(TEXT)\n"
+    plan = read_script(folder, text + written + MADE.format("config='other.json'"))
+    assert plan.values == loaded.values
+    assert plan.values["optimizer.lr"] == CONFIG["optimizer"]["params"]["lr"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "os.path.join(os.path.dirname(os.path.abspath(__file__)), 'deep', 'ds.json')",
+        "str(Path(__file__).resolve().parent / 'deep' / 'ds.json')",
+        "'deep/xx.json'.replace('xx', 'ds')",
+    ],
+)
+def test_a_path_beside_the_script_is_followed(folder, path):
+    (folder / "deep").mkdir()
+    (folder / "deep" / "ds.json").write_text(json.dumps(CONFIG | {"gradient_clipping": 0.5}))
+    plan = read_script(folder, "from pathlib import Path\n" + MADE.format(f"config={path}"))
+    assert plan.values["trainer.max_grad_norm"] == 0.5
+
+
+def test_the_path_that_a_script_takes_out_of_its_arguments_is_given_once(folder):
+    text = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser = deepspeed.add_config_arguments(parser=parser)
+args = parser.parse_args()
+config = json.load(open(args.deepspeed_config))
+del args.deepspeed_config
+"""
+    (folder / "train.py").write_text(
+        f"import json, deepspeed\n{text}{MADE.format('args=args, config=config')}{LOOP}"
+    )
+    plan = plan_of("", "deepspeed train.py --deepspeed_config ds.json")
+    assert not plan.facts
+    assert plan.values["data.micro_batch_size"] == 4
+    assert finding(plan, "zero_optimization.stage").file == "ds.json"
+
+
+def test_a_copy_of_a_dictionary_leaves_the_first_as_it_is(folder):
+    text = """\
+import copy
+first = json.load(open("ds.json"))
+second = copy.deepcopy(first)
+second["optimizer"]["params"]["lr"] = 9.0
+"""
+    plan = read_script(folder, text + MADE.format("config=first"))
+    assert plan.values["optimizer.lr"] == CONFIG["optimizer"]["params"]["lr"]
+
+
+def test_an_optimizer_that_reading_does_not_get_to_is_asked_for(folder):
+    made = MADE.format("config='ds.json', optimizer=wrap(net)")
+    plan = read_script(folder, made)
+    assert [fact.name for fact in plan.facts] == ["optimizer.type", "optimizer.params.lr"]
+    assert finding(plan, "optimizer").verdict == "dead"
+    stated = {"optimizer.type": "Adam", "optimizer.params.lr": "0.5"}
+    plan = read_script(
+        folder, MADE.format("config='ds.json', optimizer=wrap(net)"), settings=stated
+    )
+    assert plan.values["optimizer.lr"] == 0.5
+
+
+def test_a_scheduler_that_is_handed_over_counts_before_the_configuration(folder):
+    config = CONFIG | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}}
+    (folder / "ds.json").write_text(json.dumps(config))
+    own = "opt = torch.optim.SGD(net.parameters(), lr=0.1)\nown = {}\n"
+    made = MADE.format("config='ds.json', optimizer=opt, lr_scheduler=own")
+    torchs = read_script(folder, own.format("torch.optim.lr_scheduler.StepLR(opt, 3)") + made)
+    assert torchs.choices["schedule"] == "torch"
+    assert "schedule.warmup_steps" not in torchs.values
+    assert finding(torchs, "scheduler").verdict == "dead"
+    assert finding(torchs, "optimizer").verdict == "dead"
+    kind = (
+        "deepspeed.runtime.lr_schedules.WarmupDecayLR(opt, warmup_num_steps=9, total_num_steps=99)"
+    )
+    theirs = read_script(folder, own.format(kind) + made)
+    assert theirs.values["schedule.warmup_steps"] == 9
+    unread = read_script(folder, own.format("make(opt)") + made)
+    assert finding(unread, "lr_scheduler").verdict == "refused"
+    assert not [f for f in unread.findings if f.key == "scheduler.type"]
+
+
+def test_the_adam_of_transformers_has_its_own_defaults(folder):
+    text = "from transformers import AdamW\nown = AdamW(net.parameters(), lr=0.1)\n"
+    plan = read_script(folder, text + MADE.format("config='ds.json', optimizer=own"))
+    assert plan.values["optimizer.weight_decay"] == 0.0
+    assert plan.values["optimizer.eps"] == 1e-6
+    assert finding(plan, "transformers.AdamW").verdict == "approximate"
+
+
+def test_groups_of_parameters_are_told_where_the_engine_is_given_them(folder):
+    text = "groups = [{'params': net.a, 'weight_decay': 0.0}, {'params': net.b}]\n"
+    made = MADE.replace("net.parameters()", "groups").format("config='ds.json'")
+    assert finding(read_script(folder, text + made), "optimizer.params").verdict == "refused"
+
+
+def test_a_condition_is_asked_for_rather_than_what_the_script_does_on_it(folder):
+    text = """\
+config = json.load(open("ds.json"))
+if settings.cut:
+    config["zero_optimization"] = {"stage": 3}
+"""
+    made = text + MADE.format("config=config")
+    [fact] = read_script(folder, made).facts
+    assert fact.name == "settings.cut"
+    plan = read_script(folder, made, settings={"settings.cut": "true"})
+    assert finding(plan, "zero_optimization.stage").value == 3
+    plan = read_script(folder, made, settings={"settings.cut": "false"})
+    assert finding(plan, "zero_optimization.stage").value == 2
+
+
+def test_a_loop_over_a_known_list_is_walked_for_each(folder):
+    text = """\
+config = json.load(open("ds.json"))
+for block, key in (("bf16", "enabled"), ("zero_optimization", "overlap_comm")):
+    config.setdefault(block, {})[key] = True
+"""
+    plan = read_script(folder, text + MADE.format("config=config"))
+    assert plan.choices["precision"] == "bf16_true"
+    assert finding(plan, "zero_optimization.overlap_comm").value is True
+
+
+def test_an_engine_that_is_made_on_a_condition_alone_is_asked_for_by_it(folder, capsys):
+    text = """\
+import argparse
+parser = argparse.ArgumentParser()
+parser = deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+if args.deepspeed:
+    if net.fits:
+        amp.initialize(net)
+    else:
+        MADE
+else:
+    engine = net
+"""
+    made = MADE.format("config='ds.json'")
+    text = text.replace("MADE", made.strip())
+    plan = read_script(folder, text)
+    assert [(fact.name, fact.value) for fact in plan.facts] == [
+        ("args.deepspeed", "true"),
+        ("net.fits", "false"),
+    ]
+    assert not plan.findings
+    assert main(["translate", "train.py"]) == 13
+    assert "verdict" not in capsys.readouterr().out
+    stated = {"args.deepspeed": "true", "net.fits": "false"}
+    plan = read_script(folder, text, settings=stated)
+    assert plan.values["data.micro_batch_size"] == 4
+    line = plan_of("", "deepspeed train.py --deepspeed", settings={"net.fits": "false"})
+    assert line.values["data.micro_batch_size"] == 4
+
+
+def test_a_file_that_has_no_part_in_the_configuration_is_not_named_for_it(folder):
+    text = "other = json.load(open(args.vocabulary))\n"
+    [fact] = read_script(folder, text + MADE.format("config=settings.deepspeed")).facts
+    assert fact.look == "the file or the values that the script makes of settings.deepspeed"
+
+
+def test_modules_that_are_not_read_are_one_note_for_each_reason(folder):
+    for number in range(9):
+        (folder / f"part{number}.py").write_text("def x(:\n")
+    names = ", ".join(f"part{number}" for number in range(9))
+    text = f"import {names}\n" + MADE.format("config='ds.json'")
+    notes = [note for note in read_script(folder, text).notes if note.startswith("not read")]
+    assert len(notes) == 9  # each is wrong at its own place
+    many = [f"p{number}" for number in range(60)]
+    for name in many:
+        (folder / f"{name}.py").write_text("x = 1\n")
+    text = f"import {', '.join(many)}\n" + MADE.format("config='ds.json'")
+    [note] = [note for note in read_script(folder, text).notes if note.startswith("not read")]
+    assert " and 16 more: the project is larger than is read" in note
+
+
+def test_what_a_script_asks_for_is_stated_beside_its_launch_file(folder):
+    text = "if settings.cut:\n    engine, *_ = deepspeed.initialize(model=net, config='ds.json')\n"
+    (folder / "train.py").write_text(f"import deepspeed\nsettings = None\n{text}{LOOP}")
+    (folder / "run.sh").write_text("deepspeed --num_gpus 2 train.py\n")
+    plan = plan_of(folder / "run.sh", settings={"settings.cut": "true"})
+    assert plan.values["data.micro_batch_size"] == 4
+    with pytest.raises(ConfigError, match=r"--set optimizer.params.lrr: nothing of this job"):
+        plan_of(folder / "run.sh", settings={"optimizer.params.lrr": "1"})
+
+
+def test_the_condition_between_a_file_and_a_dictionary_is_asked_for(folder):
+    text = """\
+path = os.environ.get("CONFIG")
+if path:
+    config = json.load(open(path))
+else:
+    config = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}}
+"""
+    made = text + MADE.format("config=config")
+    [fact] = read_script(folder, made).facts
+    assert (fact.name, fact.line) == ("path", 3)
+    plan = read_script(folder, made, settings={"path": "false"})
+    assert plan.values["data.micro_batch_size"] == 2
+
+
+def test_an_engine_that_nothing_steps_is_told(folder):
+    text = "import deepspeed\n" + MADE.format("config='ds.json'")
+    (folder / "train.py").write_text(text)
+    assert any("nothing steps the engine" in note for note in plan_of(folder / "train.py").notes)
+    trainer = "import transformers\ntransformers.Trainer(model=engine).train()\n"
+    (folder / "train.py").write_text(text + trainer)
+    plan = plan_of(folder / "train.py")
+    assert finding(plan, "Trainer").verdict == "refused"
+    assert not any("nothing steps the engine" in note for note in plan.notes)
+
+
+def test_a_rate_that_is_made_elsewhere_is_told(folder):
+    text = """\
+from elsewhere import cosine_lr, load
+own = torch.optim.SGD(net.parameters(), lr=0.1)
+load(own)
+scheduler = cosine_lr(own, 0.1, 10)
+"""
+    plan = read_script(folder, text + MADE.format("config='ds.json', optimizer=own"))
+    assert finding(plan, "cosine_lr").verdict == "refused"
+    assert not [f for f in plan.findings if f.key == "load"]
+
+
+def test_a_script_that_speaks_of_the_engine_alone_is_not_one(folder, capsys):
+    text = '"""Instead of deepspeed.initialize()."""\nimport torch\n# deepspeed.initialize(x)\n'
+    (folder / "train.py").write_text(text)
+    assert main(["translate", "train.py"]) == 2
+    assert "it speaks of DeepSpeed, and never calls deepspeed.ini" in capsys.readouterr().err
+    (folder / "run.sh").write_text("deepspeed --num_gpus 2 train.py\n")
+    [plan] = work_of(folder / "run.sh", TranslationRequest()).translate_jobs()
+    assert not plan.facts
+
+
+def test_auto_is_dropped_where_deepspeed_drops_it_and_asked_for_elsewhere(folder):
+    config = CONFIG | {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "sub_group_size": "auto"},
+    }
+    (folder / "ds.json").write_text(json.dumps(config))
+    plan = read_script(folder, MADE.format("config='ds.json'"))
+    [fact] = plan.facts
+    assert (fact.name, fact.look) == (
+        "train_batch_size",
+        'it is "auto" there: the value that the run has',
+    )
+    assert finding(plan, "bf16.enabled").value is False
+    assert "DeepSpeed drops" in finding(plan, "bf16.enabled").why

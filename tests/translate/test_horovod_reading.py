@@ -323,6 +323,37 @@ def test_lenient_passes_over_what_horovod_passes_over(write):
     assert "fusion_threshold_mb" in plan.warnings[0]
 
 
+NESTED = """\
+import argparse
+import torch
+import horovod.torch as hvd
+from torch.utils.data import DataLoader
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--batch", type=int, default=32)
+    args = parser.parse_args()
+    hvd.init()
+    loader = DataLoader([], batch_size=args.batch)
+    model = torch.nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = 0
+
+    def one_epoch():
+        nonlocal steps
+        for x, y in loader:
+            with torch.cuda.amp.autocast(enabled=args.amp):
+                loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            steps += 1
+
+    for epoch in range(2):
+        one_epoch()
+
+main()
+"""
 WRONG_SCRIPTS = {
     "import horovod.torch as hvd\nprint 'x'": "2:1: this Python cannot parse it",
     "import horovod.tensorflow as hvd\n": "imports horovod.tensorflow",
@@ -331,8 +362,99 @@ WRONG_SCRIPTS = {
     "import horovod.torch as hvd\nhvd.init()\n": "nothing in it calls hvd.DistributedOptimizer",
     SCRIPT.replace("compression=compression", "op=hvd.Mean"): "op should be one of average",
     SCRIPT.replace("compression=compression", "reduction=1"): "takes no 'reduction'",
-    SCRIPT.replace("AdamW(model", "build(model"): "where the optimizer is made cannot be told",
 }
+
+
+def test_an_optimizer_that_is_made_elsewhere_is_asked_for(write):
+    text = SCRIPT.replace("AdamW(model", "build(model").replace(UNTOLD, "True")
+    path = write(text, "train.py")
+    plan = translate(path, Options(world_size=2))
+    assert [fact.name for fact in plan.facts] == ["optimizer", "optimizer.lr"]
+    assert "build(model.parameters()" in plan.facts[0].look
+    stated = {"optimizer": "Adam", "optimizer.lr": "0.5"}
+    plan = translate(path, Options(world_size=2, settings=stated))
+    assert (plan.choices["optimizer"], plan.values["optimizer.lr"]) == ("adam", 0.5)
+    assert not plan.facts
+
+
+ON_A_CONDITION = """\
+import argparse
+import torch
+import horovod.torch as hvd
+parser = argparse.ArgumentParser()
+parser.add_argument("--horovod", action="store_true")
+args = parser.parse_args()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if args.horovod:
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer)
+for x in range(3):
+    model(x).backward()
+    optimizer.step()
+"""
+
+
+def test_a_wrapper_on_a_condition_alone_is_asked_for_by_it(write):
+    path = write(ON_A_CONDITION, "train.py")
+    plan = translate(path, Options(world_size=2))
+    [fact] = plan.facts
+    assert (fact.name, fact.value, plan.findings) == ("args.horovod", "true", ())
+    stated = Options(world_size=2, settings={"args.horovod": "true"})
+    assert not translate(path, stated).facts
+
+
+LIST_OF_SCHEDULERS = """\
+import torch
+import horovod.torch as hvd
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+for epoch in range(3):
+    for x in loader:
+        model(x).backward()
+        optimizer.step()
+    for scheduler in schedulers:
+        scheduler.step()
+"""
+
+
+def test_a_scheduler_in_a_list_is_stepped(write):
+    plan = translate(write(LIST_OF_SCHEDULERS, "train.py"), Options(world_size=2))
+    assert plan.choices["schedule"] == "torch"
+    assert plan.values["schedule.interval"] == "epoch"
+
+
+def test_flags_of_absl_are_read_with_what_the_line_says_of_them(write):
+    text = """\
+import torch
+import horovod.torch as hvd
+from absl import app, flags
+FLAGS = flags.FLAGS
+flags.DEFINE_float("rate", 0.5, "how fast")
+flags.DEFINE_integer("passes", None, "how many")
+def main(_):
+    optimizer = torch.optim.SGD(model.parameters(), lr=FLAGS.rate)
+    optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=FLAGS.passes)
+    model(1).backward()
+    optimizer.step()
+app.run(main)
+"""
+    path = write(text, "train.py")
+    plan = translate(path, Options(world_size=2))
+    assert plan.values["optimizer.lr"] == 0.5
+    [fact] = plan.facts
+    assert fact.name == "DistributedOptimizer.backward_passes_per_step"
+    line = write("horovodrun -np 2 python train.py --rate=0.25 --passes 4\n", "run.sh")
+    plan = translate(line, Options())
+    assert (plan.values["optimizer.lr"], plan.values["trainer.accumulate"]) == (0.25, 4)
+
+
+def test_a_function_within_a_function_knows_the_names_around_it(write):
+    plan = translate(write(NESTED, "train.py"), Options(world_size=2))
+    assert not plan.facts
+    [batch] = findings(plan, "DataLoader.batch_size")
+    assert batch.value == 32
+    [autocast] = findings(plan, "autocast.enabled")
+    assert autocast.verdict == "dead"
 
 
 @pytest.mark.parametrize("text", WRONG_SCRIPTS)

@@ -659,3 +659,57 @@ def test_what_a_script_asks_for_can_be_stated(tmp_path, monkeypatch):
     assert plan_of(line, settings={fact.name: "0.5"}).values["optimizer.momentum"] == 0.5
     with pytest.raises(ConfigError, match="nothing of this job hangs on it"):
         plan_of(line, settings={fact.name: "0.5", "nope": "1"})
+
+
+def test_a_configuration_that_a_script_knows_by_a_word_is_asked_for(tmp_path):
+    line = "deepspeed --num_gpus 2 train.py --deepspeed zero3 --output_dir out --learning_rate 1e-4"
+    [plan] = plans_of("", f"{line} --per_device_train_batch_size 2")
+    [fact] = plan.facts
+    assert (fact.name, fact.value) == ("deepspeed", "FILE")
+    assert "zero3 is no file" in fact.look
+    path = tmp_path / "theirs.json"
+    path.write_text('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}')
+    stated = {"deepspeed": str(path)}
+    [plan] = plans_of("", f"{line} --per_device_train_batch_size 2", settings=stated)
+    assert plan.choices["strategy"] == "fsdp"
+
+
+@pytest.mark.parametrize(
+    ("variable", "verdict"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED=true", "refused"),
+        ("ACCELERATE_USE_DEEPSPEED=false", "exact"),
+        ("ACCELERATE_MIXED_PRECISION=bf16", "refused"),
+        ("PL_DEEPSPEED_CONFIG_PATH=ds.json", "refused"),
+        ("ACCELERATE_LOG_LEVEL=info", "exact"),
+    ],
+)
+def test_a_variable_that_decides_the_engine_is_not_passed_over(tmp_path, variable, verdict):
+    path = tmp_path / "run.sh"
+    arguments = "--output_dir out --learning_rate 1e-4 --per_device_train_batch_size 2"
+    path.write_text(f"export {variable}\ntorchrun --nproc_per_node 2 train.py {arguments}\n")
+    [plan] = plans_of(path)
+    name = variable.partition("=")[0]
+    [finding] = [finding for finding in plan.findings if finding.key == name]
+    assert finding.verdict == verdict
+    assert ("strategy" in plan.choices) is (verdict == "exact")
+    path.write_text(
+        f"export {variable}\naccelerate launch --num_processes 2 train.py {arguments}\n"
+    )
+    [plan] = plans_of(path)
+    assert [f.verdict for f in plan.findings if f.key == name] == ["exact"] or "PL" in name
+
+
+def test_two_jobs_that_name_two_files_ask_for_them_by_their_paths(tmp_path):
+    path = tmp_path / "run.sh"
+    line = "deepspeed --num_gpus 2 train.py --deepspeed {}\n"
+    path.write_text(line.format("conf/one.json") + line.format("conf/two.json"))
+    names = [fact.name for plan in plans_of(path) for fact in plan.facts]
+    assert names == ["conf/one.json", "conf/two.json"]
+    for name, size in (("a.json", 2), ("b.json", 7)):
+        (tmp_path / name).write_text(f'{{"train_micro_batch_size_per_gpu": {size}}}')
+    stated = {"conf/one.json": str(tmp_path / "a.json"), "conf/two.json": str(tmp_path / "b.json")}
+    sizes = [plan.values["data.micro_batch_size"] for plan in plans_of(path, settings=stated)]
+    assert sizes == [2, 7]
+    path.write_text(line.format("conf/one.json") * 2)
+    assert {fact.name for plan in plans_of(path) for fact in plan.facts} == {"deepspeed"}

@@ -114,3 +114,20 @@ def test_a_folder_without_a_job_is_one_sentence(tmp_path, capsys):
     (tmp_path / "notes.json").write_text('{"a": 1}')
     assert main(["translate", str(tmp_path)]) == 2
     assert "holds no job: of 1 files none starts training" in capsys.readouterr().err
+
+
+def test_a_row_names_few_files_as_seen_from_the_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "wide"
+    folder.mkdir()
+    names = [f"part{number}" for number in range(9)]
+    for name in names:
+        (folder / f"{name}.py").write_text("x = 1\n")
+    (folder / "train.py").write_text(f"import {', '.join(names)}\n{HOROVOD}")
+    (folder / "README").write_text("start it so:\ntorchrun --nproc_per_node 2 train.py\n")
+    assert main(["translate", "wide"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"1 job, 1 from scripts", said)
+    assert "part0.py, part1.py," in said
+    assert " 5 more" in re.sub(r"\s+", " ", said)
+    assert str(tmp_path) not in said

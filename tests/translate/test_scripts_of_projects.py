@@ -116,7 +116,7 @@ def test_a_rate_that_no_number_of_processes_has_in_common_is_asked_for_once(tmp_
 
 def test_a_module_that_cannot_be_read_leaves_its_names_open(tmp_path):
     write(tmp_path, train=TRAIN.replace("RATE", "rate_of(args)"), tools__helpers="def x(:\n")
-    with pytest.raises(ConfigError, match="nothing in it calls"):
+    with pytest.raises(ConfigError, match="as far as reading gets it reduces no"):
         plan_of(tmp_path / "train.py", world_size=2)
 
 

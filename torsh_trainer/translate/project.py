@@ -69,7 +69,8 @@ class Project:
 
     def shorten(self, source: str) -> str:
         """The name of a file as seen from the folder."""
-        return source.removeprefix(str(self.folder).rstrip("/") + "/")
+        given = str(self.folder).rstrip("/") + "/"
+        return source.removeprefix(given).removeprefix(str(Path(given).absolute()) + "/")
 
     def count(self, kind: str) -> int:
         """How many jobs were read from files of this kind."""
@@ -164,6 +165,7 @@ def _list_files(folder: Path) -> tuple[list[Path], list[str]]:
             if (
                 path.suffix.lower() not in _SHELLS | _SCRIPTS | _CONFIGURATIONS
                 or name.startswith(".")
+                or (not path.suffix and name.isupper())  # README, LICENSE, PKG-INFO
                 or not path.is_file()
             ):
                 continue

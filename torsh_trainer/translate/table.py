@@ -51,7 +51,8 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         )
         for finding in plan.findings
     ]
-    yield from _columns([_HEAD, *rows], width)
+    if rows:
+        yield from _columns([_HEAD, *rows], width)
     if plan.dtypes:
         yield ""
         heads = ("dtype of", "before", "after")
@@ -60,13 +61,18 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         yield ""
         yield f"memory: {plan.memory.before:.2f} before, {plan.memory.after:.2f} after"
         yield f"        {plan.memory.note}"
-    yield ""
-    yield ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
+    if rows or not plan.facts:
+        yield ""
+        yield ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
     if plan.facts:
         yield ""
         yield "missing, and only you know it:"
         facts = [(fact.name, fact.used, fact.look) for fact in plan.facts]
         yield from _columns([_FACT_HEAD, *facts], width)
+
+
+_MOST_FILES = 4
+"""Of a job, that its row names."""
 
 
 def table_of_project(project: Project, *, width: int) -> str:
@@ -101,7 +107,9 @@ def _job_row(job: ProjectJob, project: Project) -> tuple[str, ...]:
         return (source, job.kind, "", "", str(job.error))
     plan = job.plan
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in plan.counts.items() if count)
-    files = ", ".join(map(project.shorten, plan.files))
+    files = ", ".join(map(project.shorten, plan.files[:_MOST_FILES]))
+    if len(plan.files) > _MOST_FILES:
+        files += f" and {len(plan.files) - _MOST_FILES} more"
     return (source, job.kind, files, verdicts, _what_next(plan))
 
 

@@ -11,9 +11,9 @@ from torsh_trainer.errors import ConfigError, ResourceError, Unsupported
 from torsh_trainer.translate import yaml_places
 from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.deepspeed import keys, versions
+from torsh_trainer.translate.deepspeed.script.engines import is_deepspeed_script
 from torsh_trainer.translate.deepspeed.script.planning import (
     ScriptRequest,
-    is_deepspeed_script,
     plan_script,
 )
 from torsh_trainer.translate.deepspeed.source import Options

@@ -166,6 +166,8 @@ class _Reading:
             return value, f'"auto", filled from {self.filling.where(key.dotted)}'
         if key.dotted in UNMATTERING and self.filling.hugging_face:
             return None, '"auto": Hugging Face fills it from the model or the world'
+        if key.strict and self.options.sizes_from_loader:
+            return key.default, '"auto", which DeepSpeed drops for its default'
         if key.strict and self.filling.hugging_face:
             self.warnings.append(
                 f'{self.document.name}:{place}: {dotted} is "auto", which nothing fills: '

@@ -7,6 +7,7 @@ from typing import Any
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, PerProcess
 from torsh_trainer.translate.horovod.rules import constant_rule, fixed_rule, rule, switch_rule
 from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
+from torsh_trainer.translate.python.torch_calls import OTHER_ADAM, PLAIN_SCHEDULES
 
 _PLUGIN = "the plugin torsh-trainer-horovod trains so: strategy=horovod"
 
@@ -57,6 +58,8 @@ def _compression(job: HorovodJob, leaf: Leaf) -> Outcome:
 def _passes(job: HorovodJob, leaf: Leaf) -> Outcome:
     passes = leaf.value or 1
     divided = job.get("loss.divided_by", 1)
+    if passes == 1 and isinstance(divided, str):
+        return exact("one backward pass a step", trainer__accumulate=1)
     if not isinstance(divided, int | float) or divided <= 0:
         return refuse(f"the loss is divided by {divided}")
     scale = passes / divided
@@ -84,6 +87,8 @@ fixed_rule(
 @rule("loss.division", "What the script divides a loss by, beside Horovod's sum of passes.")
 def _division(job: HorovodJob, leaf: Leaf) -> Outcome:
     passes = job.get("backward_passes_per_step", 1)
+    if isinstance(leaf.value, str):
+        return Outcome("yours", "no mean over passes: a part of your loss, which your task keeps")
     if passes == 1:
         return refuse("it is no mean over passes: put the division into the task's loss")
     return exact("together with the number of passes")
@@ -193,8 +198,10 @@ def _optimizer_state(job: HorovodJob, leaf: Leaf) -> Outcome:
     lost = str(leaf.value).startswith("before")
     if not decays and (lost or kind == "SGD") and not job.get("optimizer.dampening"):
         return exact("its step with gradients of zero moves nothing: no weight decay")
-    what = "Horovod takes a step with gradients of zero to make the state: weights decay by it"
-    what += ", and wrapping loses the state" if lost else ", and Adam counts it"
+    counted = "its momentum begins with it" if kind == "SGD" else f"{kind} counts it"
+    said = ["weights decay by it"] if decays else []
+    said.append("wrapping loses the state" if lost else counted)
+    what = "Horovod takes a step with gradients of zero to make the state: " + ", and ".join(said)
     if not job.reproduces:
         return approximate(f"{what}; left out")
     lr = job.get("optimizer.lr", _DEFAULT_LR.get(kind, 1e-3))
@@ -273,6 +280,9 @@ def _type(job: HorovodJob, leaf: Leaf) -> Outcome:
     )
 
 
+fixed_rule("optimizer.other-adam", "approximate", OTHER_ADAM)
+
+
 @rule("optimizer.lr", "The learning rate, with whatever the script multiplies it by.")
 def _lr(job: HorovodJob, leaf: Leaf) -> Outcome:
     if isinstance(leaf.value, PerProcess):
@@ -314,13 +324,20 @@ fixed_rule(
 @rule("data.batch", "Samples of one forward of one process.")
 def _batch(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value is None:
-        return refuse("the loader makes no batches by itself")
+        return Outcome("yours", "the data set makes its batches by itself, and so does yours")
     slices, passes = job.get("slices"), job.get("backward_passes_per_step", 1)
     if slices is None:
         return exact("samples of one forward of one process", data__micro_batch_size=leaf.value)
     if slices * passes != leaf.value:
         return refuse(f"the loop takes {leaf.value} samples apart by {slices}, in {passes} passes")
     return exact("samples of a step of one process, which the loop takes apart")
+
+
+fixed_rule(
+    "data.unread",
+    "yours",
+    "no DataLoader is read around the backward pass: state data.micro_batch_size beside your data",
+)
 
 
 @rule("data.slices", "The loop takes a batch apart, one backward pass for each slice.")
@@ -448,10 +465,19 @@ SCHEDULERS = {
 }
 
 
+_END = "num_training_steps"
+
+
 @rule("schedule.type", "Schedulers of torch, as they are.")
 def _schedule(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.get("interval") == "never":
         return dead("the script never steps it")
+    if leaf.value in PLAIN_SCHEDULES:
+        return Outcome(
+            "approximate",
+            "the same curve, which ends with the run: state trainer.max_steps",
+            choices={"schedule": PLAIN_SCHEDULES[leaf.value]},
+        )
     if leaf.value not in SCHEDULERS:
         return refuse(f"{leaf.value}: its rate is a function of the script; write it as a schedule")
     return Outcome(
@@ -466,9 +492,13 @@ def _schedule(job: HorovodJob, leaf: Leaf) -> Outcome:
 def _schedule_option(job: HorovodJob, leaf: Leaf) -> Outcome:
     if job.get("interval") == "never":
         return dead("the script never steps it")
+    option = leaf.name.partition(".")[2]
+    if job.get("scheduler") in PLAIN_SCHEDULES:
+        if option == "num_warmup_steps":
+            return approximate("updates of the rise from 0", schedule__warmup_steps=leaf.value)
+        return dead("the curve ends with the run") if option == _END else refuse("state schedule=")
     if job.get("scheduler") not in SCHEDULERS:
         return refuse("its rate is a function of the script")
-    option = leaf.name.partition(".")[2]
     if option == "last_epoch" and leaf.value != -1:
         return refuse("a schedule that begins elsewhere: a checkpoint resumes it")
     if option == "last_epoch":
@@ -478,11 +508,20 @@ def _schedule_option(job: HorovodJob, leaf: Leaf) -> Outcome:
 
 @rule("schedule.interval", "Whether the scheduler steps with each update or once an epoch.")
 def _interval(job: HorovodJob, leaf: Leaf) -> Outcome:
+    if job.get("scheduler") in PLAIN_SCHEDULES and leaf.value == "epoch":
+        return refuse("the script steps once an epoch a curve that is made for updates")
+    if job.get("scheduler") in PLAIN_SCHEDULES and leaf.value == "step":
+        return exact("with each update, as schedules here do")
     if leaf.value == "never" or job.get("scheduler") not in SCHEDULERS:
         return dead("nothing steps it here")
     return exact("as often as in the script", schedule__interval=leaf.value)
 
 
+fixed_rule(
+    "schedule.unread",
+    "refused",
+    "it is made where reading does not get to: write what it does as a schedule",
+)
 fixed_rule("schedule.several", "refused", "a second scheduler: write what both do as one schedule")
 fixed_rule(
     "schedule.by-hand",

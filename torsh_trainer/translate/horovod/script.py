@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
@@ -49,16 +50,19 @@ def read(
     name: str,
     find_module: FindModule | None = None,
     find_file: FindFile | None = None,
+    path: Path | None = None,
 ) -> ScriptReading:
     """What the script does on ``size`` processes.
 
     ``arguments`` are those of its command line, by destination or option; ``known`` are values of
-    expressions, by their text.
+    expressions, by their text; ``path`` is where it lies.
 
     Raises:
         ConfigError: it is nested too deep.
     """
-    return _HorovodWalk(size, arguments, known, find_module, find_file).read(tree, name=name)
+    return _HorovodWalk(size, arguments, known, find_module, find_file).read(
+        tree, name=name, script=path
+    )
 
 
 class _HorovodWalk(TorchWalk):

@@ -17,6 +17,7 @@ from torsh_trainer.translate.horovod.yaml_files import ARGUMENTS, argument_probl
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.events import TOO_LONG
+from torsh_trainer.translate.python.parsing import ask_for_branch
 from torsh_trainer.translate.python.project import ScriptProject
 from torsh_trainer.translate.python.torch_calls import name_positional
 from torsh_trainer.translate.python.values import ImportedName, Thing, Unknown, is_number, is_plain
@@ -27,6 +28,7 @@ WORLD_SIZE = "world_size"
 _PROBED = (2, 4, 6)
 """Numbers of processes to read a script for where nobody states one."""
 
+_WRAPS = r"\bDistributedOptimizer$"
 _REDUCES = ("allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce_")
 
 _OWN_CALLS = {
@@ -98,6 +100,7 @@ def read(
             name=name,
             find_module=None if project is None else project.find_module,
             find_file=None if project is None else project.find_file,
+            path=path,
         )
         found = _Leaves(reading, settings, file, name).read(wrapped)
         files = () if project is None else (*project.opened, *map(str, project.files))
@@ -169,6 +172,9 @@ class _Leaves:
 
     def read(self, wrapped: Sequence[Place]) -> Read:
         self.wrapper(wrapped)
+        if self.facts and not self.leaves and not self.reading.all("DistributedOptimizer"):
+            facts = tuple(self.facts.values())  # nothing else is sure until they are known
+            return Read((), tuple(self.problems), frozenset(self.used), facts)
         self.optimizer()
         self.starts()
         self.data()
@@ -190,6 +196,11 @@ class _Leaves:
     def wrapper(self, wrapped: Sequence[Place]) -> None:
         events = self.reading.all("DistributedOptimizer")
         seen = {event.place for event in events}
+        branch = self.reading.find_skipped(_WRAPS)
+        if branch is not None and not events:
+            what, file = "wraps the optimizer", self.file or Path(self.name).name
+            self.facts |= {f.name: f for f in ask_for_branch(branch, _WRAPS, what, file=file)}
+            return
         for place in wrapped:
             if place not in seen:
                 what = "DistributedOptimizer is called where reading does not get to"
@@ -197,7 +208,12 @@ class _Leaves:
                 self.problem(place, what, fix)
         if not wrapped and not events and not self.reduces_by_hand():
             what = "nothing in it calls hvd.DistributedOptimizer, or reduces gradients"
-            self.problem(Place(1, 1), what, "name the script that trains")
+            fix = "name the script that trains"
+            if self.training is not None and self.reading.all("optimizer.step"):
+                what = "it trains, and as far as reading gets it reduces no gradients"
+                fix = "lay the module beside it that does; else each process trains by itself, "
+                fix += "which Horovod has no part in: write it as a task"
+            self.problem(Place(1, 1), what, fix)
         for event in events[1:]:
             self.add("DistributedOptimizer", "several", True, event, "optimizer.several")
         if not events or not self.certain(events[0], "wrapping the optimizer"):
@@ -215,8 +231,8 @@ class _Leaves:
             ):
                 self.add(dotted, key, as_written(value), event, ARGUMENTS[key])
             else:
-                value = as_written(value) if isinstance(value, ImportedName) else value
-                self.argument(dotted, key, value, event)
+                named = isinstance(value, ImportedName) and key in ("op", "compression")
+                self.argument(dotted, key, as_written(value) if named else value, event)
 
     def reduces_by_hand(self) -> bool:
         """Whether the script reduces gradients itself, which it then says."""
@@ -239,6 +255,7 @@ class _Leaves:
         return False
 
     def argument(self, dotted: str, key: str, value: Any, event: Event) -> None:
+        """One argument of the wrapper."""
         known = self.find_value(dotted, value, event)
         if known is None:
             return
@@ -255,9 +272,7 @@ class _Leaves:
         events = self.reading.all("optimizer")
         if not events:
             if self.reading.all("DistributedOptimizer"):
-                what = "where the optimizer is made cannot be told by reading"
-                fix = "give it: --set optimizer=SGD --set optimizer.lr=0.1, and so on"
-                self.set_optimizer(what, fix)
+                self.set_optimizer()
             return
         for event in events[1:]:
             self.add(f"optimizer {event.facts['class']}", "more", True, event, "optimizer.several")
@@ -269,6 +284,8 @@ class _Leaves:
         args = event.facts["args"]
         named = dict(event.facts["named"])
         parameters = args[0] if args else named.pop("params", None)
+        if event.facts.get("of"):
+            self.add(event.facts["of"], "other_adam", True, event, "optimizer.other-adam")
         if isinstance(parameters, list):
             self.add("optimizer.params", "param_groups", len(parameters), event, "optimizer.groups")
         for name, value in {**name_positional(kind, args[1:]), **named}.items():
@@ -277,11 +294,14 @@ class _Leaves:
                 continue
             self.add(f"optimizer.{name}", f"optimizer.{name}", value, event, _rule_of(name))
 
-    def set_optimizer(self, what: str, fix: str) -> None:
-        """An optimizer that only ``--set`` tells of."""
+    def set_optimizer(self) -> None:
+        """An optimizer that only ``--set`` tells of: it is made where reading does not get to."""
         event = self.reading.all("DistributedOptimizer")[0]
         if "optimizer" not in self.settings:
-            self.problem_at(event, what, fix)
+            made = as_written(event.facts.get("optimizer"))
+            look = f"its class in torch.optim; the script has {made}"[:160]
+            self.ask("optimizer", "the optimizer that is wrapped", event, look)
+            self.ask("optimizer.lr", "its rate", event, "as the script sets it for your line")
             return
         for key, value in self.settings.items():
             if key == "optimizer" or key.startswith("optimizer."):
@@ -343,6 +363,9 @@ class _Leaves:
     def data(self) -> None:
         loader = self.loader()
         if loader is None:
+            if self.training is not None:
+                where = self.training
+                self.add("batch size", "unread_batch", "not read", where, "data.unread")
             return
         event = Event("loader", loader.place, ast.Pass(), loader.facts)
         facts = loader.facts
@@ -383,6 +406,8 @@ class _Leaves:
         if event is None:
             return
         divided = event.facts["divided"]
+        if isinstance(divided, Unknown) and self.passes == 1:
+            divided = divided.text
         if divided != 1 or "loss.divided_by" in self.settings:
             self.add("loss.divided_by", "loss.divided_by", divided, event, "loss.division")
 
@@ -427,6 +452,9 @@ class _Leaves:
         for event in self.reading.all("param_group.lr")[:1]:
             value = as_written(event.facts["value"])
             self.add("param_group['lr']", "hand_lr", value, event, "schedule.by-hand")
+        for event in self.reading.all("scheduler.unknown")[:1]:
+            key = event.facts["written"]
+            self.add(key, "unread_scheduler", event.facts["made"], event, "schedule.unread")
         if not events or not self.certain(events[0], "making the scheduler"):
             return
         event = events[0]
@@ -436,7 +464,7 @@ class _Leaves:
         for name, value in options.items():
             if name == "optimizer":
                 continue
-            functional = name == "lr_lambda"
+            functional = name in ("lr_lambda", "num_training_steps")
             value = as_written(value) if functional else value
             self.add(f"scheduler.{name}", f"scheduler.{name}", value, event, "schedule.option")
         self.interval()

@@ -101,10 +101,12 @@ def _notes(job: HorovodJob) -> tuple[str, ...]:
 
 
 def _defaults(job: HorovodJob) -> Iterator[Leaf]:
+    if job.script and job.facts and not job.leaves:  # nothing is sure yet
+        return
     for key, name, value, rule in _DEFAULTS:
         if not job.is_given(name):
             yield Leaf(key, name, value, Place(), rule)
-    if job.script and not job.is_given("broadcast_parameters"):
+    if job.script and not job.facts and not job.is_given("broadcast_parameters"):
         yield Leaf(
             "broadcast_parameters", "broadcast_parameters", None, Place(), "start.parameters"
         )

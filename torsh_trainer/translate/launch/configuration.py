@@ -7,6 +7,7 @@ above it. Files that the launch file writes itself are read from its text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,8 @@ from torsh_trainer.translate.shell.words import Hole, Word, WrittenFile
 NAMES = ("deepspeed", "deepspeed_config", "ds_config", "ds_config_file", "deepspeed_config_file")
 """Arguments of scripts that name a configuration of DeepSpeed."""
 
+_DEEPSPEED = NAMES[0]
+_PRESET = re.compile(r"(\w+[-_])?z(ero)?[-_]?[0-3]([-_.]\w+)?", re.IGNORECASE)
 _FOLDERS_ABOVE = 5
 _FILES = (".json", ".yaml", ".yml", ".hjson")
 _FOUND = ("/dev/null",)
@@ -101,14 +104,14 @@ def text_of_file(job: LaunchJob, said: StatedFlag, finder: FileFinder) -> tuple[
         Asked: it is not where the line says, or only a shell could tell.
         ConfigError: it cannot be read as text.
     """
-    named = job.settings.get(said.name)
-    if named is not None:
-        job.used.add(said.name)
-        path: Path | None = Path(named)
-        if path is None or not path.is_file():
-            raise ConfigError(f"--set {said.name}={named}: there is no such file", fix="correct it")
-        return named, text_of(path)
     word = said.values[0]
+    for name in (word.text, said.name):
+        named = job.settings.get(name)
+        if named is not None:
+            job.used.add(name)
+            if not Path(named).is_file():
+                raise ConfigError(f"--set {name}={named}: there is no such file", fix="correct it")
+            return named, text_of(Path(named))
     folder = job.line.command.folder
     written = finder.find_written(word.text)
     if written is not None:
@@ -221,6 +224,11 @@ def read_deepspeed(
         if said.name in NAMES and said.values and _names_a_file(said, finder):
             name, text = text_of_file(job, said, finder)
             found.append((said, read_text(text, name=name)))
+        elif said.name == _DEEPSPEED and said.values and _is_preset(said):
+            if said.name not in job.settings:
+                raise Asked(_fact_of_preset(said))
+            name, text = text_of_file(job, said, finder)
+            found.append((said, read_text(text, name=name)))
     document = _of_accelerate(job, finder, root, yaml_name)
     if document is not None:
         found.append(document)
@@ -244,6 +252,20 @@ def _names_a_file(said: StatedFlag, finder: FileFinder) -> bool:
         return True
     known = word.text.lower().endswith(_FILES) or "/" in word.text
     return known or finder.find_written(word.text) is not None
+
+
+def _is_preset(said: StatedFlag) -> bool:
+    """Whether a script has a configuration of its own by that name: ``zero3``."""
+    return (
+        re.fullmatch(r"(\w+[-_])?z(ero)?[-_]?[0-3]([-_.]\w+)?", said.values[0].text, re.I)
+        is not None
+    )
+
+
+def _fact_of_preset(said: StatedFlag) -> Fact:
+    name, line = said.values[0].text, said.place.line
+    look = f"{name} is no file: what the script takes for it, as its package or its folder has it"
+    return Fact(said.name, f"{said.key} {name} (line {line})", look, line, "FILE")
 
 
 def _of_accelerate(

@@ -35,7 +35,7 @@ from torsh_trainer.translate.launch.script_arguments import (
     table_of_family,
 )
 from torsh_trainer.translate.launch.scripts import LineOfScript, ScriptKind, find_kind
-from torsh_trainer.translate.outcomes import Outcome, exact
+from torsh_trainer.translate.outcomes import Outcome, exact, refuse
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_words
 from torsh_trainer.translate.reading import Document, text_of
@@ -43,6 +43,19 @@ from torsh_trainer.translate.shell.words import Word
 from torsh_trainer.utils.masking import MASK, is_secret, mask_text
 
 RUN = f"-m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
+_OFF = ("", "0", "false", "no", "none")
+_DECIDING = {
+    r"ACCELERATE_(USE_\w+|DEEPSPEED_\w+|MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS)|FSDP_\w+": (
+        "accelerate takes its engine and its precision from it, beside the line: give them to "
+        "accelerate launch as options, and translate that line"
+    ),
+    r"PL_DEEPSPEED_CONFIG_PATH": (
+        "Lightning takes its configuration of DeepSpeed from it: translate that file with "
+        "--context lightning"
+    ),
+}
+"""Variables that decide how is trained, where no option says so -> the next move."""
+
 _SHORTEST = 9
 """Letters of an abbreviation that is taken for an argument of a family."""
 
@@ -231,6 +244,7 @@ class _Planning:
         self.script_notes: tuple[str, ...] = ()
         self.found = _Findings()
         self.own: list[StatedFlag] = []
+        self.is_decided_elsewhere = False
 
     def plan(self) -> Plan:
         job = self.job
@@ -354,7 +368,13 @@ class _Planning:
             why = "processes inherit it: leave it where it is"
             if name in command.variables:
                 why = "processes inherit it: it stands before the command below"
-            self.found.take(said, exact(why), "launch.variable")
+            reasons = [why for pattern, why in _DECIDING.items() if re.fullmatch(pattern, name)]
+            decides = reasons and word.text.lower() not in _OFF
+            if decides and self.job.line.launcher.launcher != "accelerate":
+                self.is_decided_elsewhere = True
+                self.found.take(said, refuse(reasons[0]), "launch.variable")
+            else:
+                self.found.take(said, exact(why), "launch.variable")
 
     def read_arguments(self) -> None:
         table = table_of_family(self.job.family)
@@ -557,6 +577,7 @@ class _Planning:
             known
             and several
             and not self.job.is_configured
+            and not self.is_decided_elsewhere
             and "strategy" not in self.found.choices
         ):
             self.choose(

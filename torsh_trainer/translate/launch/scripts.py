@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import versions as deepspeed_versions
-from torsh_trainer.translate.deepspeed.script.planning import (
-    ScriptRequest,
-    is_deepspeed_script,
-    plan_script,
-)
+from torsh_trainer.translate.deepspeed.script.engines import is_deepspeed_script
+from torsh_trainer.translate.deepspeed.script.planning import ScriptRequest, plan_script
 from torsh_trainer.translate.deepspeed.source import Options as DeepSpeedOptions
 from torsh_trainer.translate.horovod import versions as horovod_versions
 from torsh_trainer.translate.horovod.job import Options as HorovodOptions

@@ -17,10 +17,15 @@ from torsh_trainer.translate.horovod.translator import HorovodTranslator
 from torsh_trainer.translate.launch.configuration import NAMES, FileFinder
 from torsh_trainer.translate.launch.job import LaunchLine
 from torsh_trainer.translate.launch.lines import HOROVODRUN, PYTHON, read_line
-from torsh_trainer.translate.launch.planning import RUN, check_settings, plan_job
+from torsh_trainer.translate.launch.planning import (
+    RUN,
+    check_settings,
+    plan_job,
+)
 from torsh_trainer.translate.launch.sweeps import Rounds, join_rounds
 from torsh_trainer.translate.outcomes import exact
-from torsh_trainer.translate.plan import Finding, Plan
+from torsh_trainer.translate.plan import Fact, Finding, Plan
+from torsh_trainer.translate.python.arguments import is_expression
 from torsh_trainer.translate.reading import exists, text_of
 from torsh_trainer.translate.shell.script import ShellScript, read_script
 from torsh_trainer.translate.shell.words import Command, plain
@@ -210,6 +215,7 @@ class _LaunchFile:
             rounds: list[Rounds] = [line.command.rounds for line in group[:_MOST_JOBS]]
             plans += made if len(made) == 1 else join_rounds(rounds, made)
         self.check_settings(jobs)
+        plans = _tell_files_apart(plans)
         left = self.list_left([line for line in lines if line not in jobs])
         return tuple(self.finish(plan, left, len(plans)) for plan in plans)
 
@@ -337,10 +343,19 @@ class _LaunchFile:
             WORLD_SIZE,
             *(key.dotted for key in keys.schema().values()),
         }
+        blocks = {name.partition(".")[0] for name in known}
+        asked = {
+            name
+            for name in self.asked.settings or {}
+            if is_expression(name) and name.partition(".")[0] not in blocks
+        }
         for line in jobs:
+            if line.launcher.launcher == HOROVODRUN:
+                known |= asked  # Horovod's own translator has looked at them
             known |= {
                 word.text.lstrip("-").replace("-", "_").partition("=")[0] for word in line.arguments
             }
+            known |= {word.text for word in line.arguments}
             known |= {said.name for link in line.links for said in link.said}
             known |= {
                 hole.name
@@ -444,3 +459,30 @@ def _quote_plain(text: str, hole: str) -> str:
     if hole or re.fullmatch(r"[\w@%+=:,./-]+", text):
         return text
     return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _tell_files_apart(plans: Sequence[Plan]) -> list[Plan]:
+    """Jobs that ask for different files by one name ask for them by their paths."""
+    asked = [fact for plan in plans for fact in plan.facts if fact.value == "FILE"]
+    shared = {
+        one.name
+        for one in asked
+        for other in asked
+        if one.name == other.name and _path_of(one) != _path_of(other)
+    }
+    return [
+        replace(
+            plan,
+            facts=tuple(
+                replace(fact, name=_path_of(fact) or fact.name) if fact.name in shared else fact
+                for fact in plan.facts
+            ),
+        )
+        for plan in plans
+    ]
+
+
+def _path_of(fact: Fact) -> str:
+    """The path in ``--deepspeed scripts/zero3.json (line 4)``."""
+    found = re.match(r"\S+ (\S+) \(line \d+\)", fact.used)
+    return found[1] if found else ""

@@ -40,6 +40,19 @@ def call_parser(
     return walk.unknown(node)
 
 
+def define_flag(walk: Expressions, args: list[Any], named: Mapping[str, Any]) -> None:
+    """Enters a flag of absl with what the command line says of it, or its default."""
+    name = args[0] if args else named.get("name")
+    if not isinstance(name, str):
+        return
+    value = args[1] if len(args) > 1 else named.get("default")
+    for flag, stated in ((f"--{name}", None), (f"--no{name}", False)):
+        if flag in walk.arguments:
+            walk.used.add(flag)
+            value = read_setting(str(walk.arguments[flag])) if stated is None else stated
+    walk.flags[name] = Unknown(f"FLAGS.{name}", Place()) if value is None else value
+
+
 def _declare(
     defaults: dict[str, Any], args: list[Any], named: Mapping[str, Any], walk: Expressions
 ) -> None:
@@ -96,6 +109,15 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
 
 def _is_number(text: str) -> bool:
     return re.fullmatch(r"-?[\d.]+(e-?\d+)?", text) is not None
+
+
+def is_expression(text: str) -> bool:
+    """Whether ``--set`` names an expression of a script, which is more than one name."""
+    try:
+        body = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError):
+        return False
+    return not isinstance(body, ast.Name | ast.Constant)
 
 
 def read_setting(text: str) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from torsh_trainer.translate.python.arguments import call_parser
+from torsh_trainer.translate.python.arguments import call_parser, define_flag
 from torsh_trainer.translate.python.events import (
     Around,
     Event,
@@ -28,6 +28,7 @@ from torsh_trainer.translate.python.values import (
     Thing,
     Unknown,
     compute,
+    copy_record,
     is_plain,
     times,
     write_expression,
@@ -111,7 +112,8 @@ class ScriptCalls(Expressions):
             kept, calls=(*kept.calls, label), of_gradients=kept.of_gradients or handed
         )
         returned = Returned()
-        self.block(definition.body, FunctionScope(scope, self.module.scope, definition), returned)
+        names = FunctionScope(scope, self.module.scope, definition, function.enclosing)
+        self.block(definition.body, names, returned)
         self.around, self.module = kept, caller
         return returned.values[0] if len(returned.values) == 1 else nothing
 
@@ -139,11 +141,15 @@ class ScriptCalls(Expressions):
                 made.put(name, value, place_of(node), self.module.file)
             return made
         if dotted in ("copy.copy", "copy.deepcopy") and args:
-            return args[0].copy() if isinstance(args[0], ScriptDict) else args[0]
+            deep = dotted == "copy.deepcopy" or not isinstance(args[0], ScriptDict)
+            return copy_record(args[0]) if deep else args[0].copy()
         if dotted == "os.path.join" and args and all(isinstance(arg, str) for arg in args):
             return str(PurePosixPath(*args))
-        if dotted.rpartition(".")[2] == "ArgumentParser":
+        last = dotted.rpartition(".")[2]
+        if last == "ArgumentParser":
             return Thing("parser", place_of(node), {"defaults": {}})
+        if last.startswith("DEFINE_"):
+            define_flag(self, args, named)
         return otherwise
 
     def method(self, owner: Any, name: str, node: ast.Call, scope: Scope) -> Any:
@@ -170,7 +176,10 @@ class ScriptCalls(Expressions):
 
     def sure(self, value: Any, node: ast.expr) -> Any:
         """What is put into a dictionary that others hold: known only where it surely happens."""
-        return self.unknown(node) if self.around.under else value
+        if not self.around.under:
+            return value
+        under = self.around.under if isinstance(value, dict) else ""  # nobody states a block
+        return replace(self.unknown(node), under=under)
 
     def call_record(
         self, owner: ScriptDict, name: str, args: list[Any], named: dict[str, Any], node: ast.Call

@@ -5,9 +5,10 @@ from __future__ import annotations
 import abc
 import ast
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
-from torsh_trainer.translate.python.events import Scope, place_of
+from torsh_trainer.translate.python.events import Scope, find_enclosing, place_of
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -22,16 +23,21 @@ from torsh_trainer.translate.python.values import (
     write_expression,
 )
 
+FLAGS = "flags.FLAGS"
+"""What absl calls the flags of a script."""
+
 
 class Expressions(abc.ABC):
     """``arguments`` are those of the command line, by destination or option; ``known`` values of
-    expressions, by their text; ``used`` the names of both that were asked for."""
+    expressions, by their text; ``used`` the names of both that were asked for. ``flags`` are those
+    of absl that the script has defined."""
 
     def __init__(self, arguments: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         self.arguments, self.known = arguments, known
         self.used: set[str] = set()
         self.stated = {type(tree.body) for tree in map(_parse_stated, known) if tree is not None}
         self.module = Module("")
+        self.flags: dict[str, Any] = {}
 
     @abc.abstractmethod
     def call(self, node: ast.Call, scope: Scope) -> Any:
@@ -53,8 +59,9 @@ class Expressions(abc.ABC):
                     else (None if node.value is None else self.unknown(node))
                 )
             case ast.Name():
-                if node.id in scope:
-                    return scope[node.id]
+                holder = find_enclosing(node.id, scope)
+                if holder is not None:
+                    return holder[node.id]
                 return self.module.scope.get(node.id, ImportedName(node.id))
             case ast.Attribute():
                 return self.attribute(node, scope)
@@ -161,7 +168,11 @@ class Expressions(abc.ABC):
     def attribute(self, node: ast.Attribute, scope: Scope) -> Any:
         owner = self.value(node.value, scope)
         if isinstance(owner, ImportedName):
+            if owner.dotted.endswith(FLAGS):
+                return self.flags.get(node.attr, self.unknown(node))
             return ImportedName(f"{owner.dotted}.{node.attr}")
+        if isinstance(owner, str) and node.attr in ("parent", "name"):  # of a path
+            return str(getattr(PurePosixPath(owner), node.attr))
         if isinstance(owner, Module):
             return owner.scope.get(node.attr, self.unknown(node))
         if isinstance(owner, Thing):

@@ -16,6 +16,7 @@ from torsh_trainer.translate.reading import read_text, text_of
 _FOLDERS_ABOVE = 3
 _MOST_FILES = 40
 _MOST_BYTES = 400_000
+_NAMED = 4
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -32,16 +33,27 @@ class ScriptProject:
     opened: dict[str, None] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
+    located: dict[tuple[str, Path], Path | None] = field(default_factory=dict)
+    names: dict[str, Path] = field(default_factory=dict)
 
     def find_module(self, dotted: str, importer: str) -> tuple[str, ast.Module] | None:
         """The file and the tree of a module; None where it is not the project's."""
-        path = self._locate(dotted, self._place_of(importer))
-        if path is None or path.resolve() == self.script.resolve():
+        asked = (dotted, self._place_of(importer))
+        if asked not in self.located:
+            path = self._locate(*asked)
+            itself = path is not None and path.resolve() == self.script.resolve()
+            self.located[asked] = None if itself else path
+        path = self.located[asked]
+        if path is None:
             return None
         if path not in self.files:
             self.files[path] = self._read(path)
         tree = self.files[path]
-        return None if tree is None else (self._name_of(path), tree)
+        if tree is None:
+            return None
+        name = self._name_of(path)
+        self.names[name] = path.absolute()
+        return name, tree
 
     def find_file(self, name: str) -> Path | None:
         """A file that the script opens: from here, beside it, or in the folders above."""
@@ -86,7 +98,7 @@ class ScriptProject:
     def _place_of(self, importer: str) -> Path:
         if not importer:
             return self.script.absolute()
-        return next((p.absolute() for p in self.files if self._name_of(p) == importer), self.script)
+        return self.names.get(importer, self.script)
 
     def _name_of(self, path: Path) -> str:
         """As seen from the script's folder."""
@@ -94,6 +106,18 @@ class ScriptProject:
             return str(path.absolute().relative_to(self.script.absolute().parent))
         except ValueError:
             return str(path)
+
+
+def note_unread(project: ScriptProject) -> list[str]:
+    """Words on the modules that were not read, by the reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in project.unread.items():
+        reasons.setdefault(why, []).append(name)
+    return [
+        f"not read: {', '.join(names[:_NAMED])}"
+        f"{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}: {why}"
+        for why, names in reasons.items()
+    ]
 
 
 def _is_file(path: Path) -> bool:

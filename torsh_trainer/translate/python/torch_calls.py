@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate.python.calls import by_name
 from torsh_trainer.translate.python.events import place_of
-from torsh_trainer.translate.python.project import read_record
-from torsh_trainer.translate.python.values import Thing, Unknown, division_of
-from torsh_trainer.translate.python.walk import Walk
+from torsh_trainer.translate.python.files import FileWalk
+from torsh_trainer.translate.python.values import Thing, Unknown, division_of, write_expression
 
 _OF_OPTIMIZER = ("step", "synchronize", "set_backward_passes_per_step", "load_state_dict")
 
@@ -35,6 +34,10 @@ POSITIONAL: Mapping[str, tuple[str, ...]] = {
     "LambdaLR": ("lr_lambda",),
     "MultiplicativeLR": ("lr_lambda",),
     "ReduceLROnPlateau": ("mode", "factor", "patience"),
+    "get_linear_schedule_with_warmup": ("num_warmup_steps", "num_training_steps"),
+    "get_cosine_schedule_with_warmup": ("num_warmup_steps", "num_training_steps", "num_cycles"),
+    "get_constant_schedule_with_warmup": ("num_warmup_steps",),
+    "get_constant_schedule": (),
 }
 """Names of the arguments that stand without one."""
 
@@ -44,19 +47,34 @@ def name_positional(kind: str, args: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(POSITIONAL.get(kind, ("lr",)), args, strict=False))
 
 
-_LOADS = ("json.load", "json.loads", "hjson.load", "yaml.safe_load", "yaml.load", "yaml.full_load")
-"""What reads a configuration, of a file or of its text."""
+PLAIN_SCHEDULES: Mapping[str, str] = {
+    "get_linear_schedule_with_warmup": "linear",
+    "get_cosine_schedule_with_warmup": "cosine",
+    "get_constant_schedule_with_warmup": "constant",
+    "get_constant_schedule": "constant",
+}
+"""A function of transformers that makes a scheduler -> the schedule here that has its curve."""
+
+_SCHEDULES = ("transformers.get_", "transformers.optimization.get_", "diffusers.optimization.get_")
+_OTHER_ADAMS = ("transformers.AdamW", "transformers.optimization.AdamW")
+"""An AdamW with other defaults, and almost torch's formula."""
+
+OTHER_ADAM = (
+    "transformers adds eps before it corrects the bias, and decays weights after the step; here as "
+    "torch's AdamW does"
+)
+
+_RATES = re.compile(r"sched|cosine|warm|learning_rate|_lr$|LR$|^lr_", re.IGNORECASE)
+"""What a function is called that makes or sets a rate, where it is handed an optimizer."""
+
+_NOT_OF_TORCH = ("correct_bias", "no_deprecation_warning")
 
 
-class TorchWalk(Walk):
+class TorchWalk(FileWalk):
     """A walk that makes events of what torch's classes and functions do."""
 
     def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
         last = dotted.rpartition(".")[2]
-        if dotted in ("open", "io.open"):
-            return Thing("file", place_of(node), {"path": args[0] if args else None})
-        if dotted in _LOADS:
-            return self.load(args, node)
         if last in ("DataLoader", "StatefulDataLoader"):
             facts = by_name(("dataset", "batch_size", "shuffle", "sampler"), args, named)
             return Thing("loader", place_of(node), facts)
@@ -75,34 +93,37 @@ class TorchWalk(Walk):
         if last in ("autocast", "GradScaler"):
             self.event(last, node, {"dotted": dotted, "args": args, **named})
             return Thing("scaler", place_of(node)) if last == "GradScaler" else self.unknown(node)
-        if dotted.startswith("torch.optim.lr_scheduler."):
+        of_transformers = dotted.startswith(_SCHEDULES) and "schedule" in last
+        if of_transformers or dotted.startswith("torch.optim.lr_scheduler."):
             facts = {"class": last, "args": args, "named": named}
             self.event("scheduler", node, facts)
             return Thing("scheduler", place_of(node), facts)
         if dotted.startswith("torch.optim."):
             return self.optimizer(last, args, named, node)
+        if dotted in _OTHER_ADAMS and named.get("correct_bias", True) is True and len(args) < 6:
+            named = {"eps": 1e-6, "weight_decay": 0.0} | named
+            named = {k: v for k, v in named.items() if k not in _NOT_OF_TORCH}
+            for given in ("eps", "weight_decay")[: max(0, len(args) - 3)]:
+                named.pop(given, None)
+            return self.optimizer("AdamW", args, named, node, of=dotted)
+        if _RATES.search(last) and any(map(is_optimizer, (*args, *named.values()))):
+            text = write_expression(node)
+            self.event("scheduler.unknown", node, {"written": last, "made": text})
         return super().call_name(dotted, args, named, node)
 
-    def load(self, args: list[Any], node: ast.Call) -> Any:
-        """What a file holds that the script reads as JSON or YAML."""
-        opened = args[0] if args else None
-        path = opened.facts.get("path") if isinstance(opened, Thing) else None
-        if isinstance(path, str):
-            found = None if self.find_file is None else self.find_file(path)
-            try:
-                record = None if found is None else read_record(found)
-            except (ConfigError, ResourceError):
-                record = None
-            if record is not None:
-                return record
-        if isinstance(path, str | Unknown):
-            text = path if isinstance(path, str) else path.text
-            self.event("load.missing", node, {"path": text, "is_known": isinstance(path, str)})
-        return self.unknown(node)
+    def step_stranger(self, owner: Unknown, node: ast.Call) -> None:
+        """A scheduler that is made where reading does not get to, by what it is called."""
+        written = write_expression(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        if "sched" in written.lower():
+            self.event(
+                "scheduler.unknown", node, {"written": f"{written}.step", "made": owner.text}
+            )
 
-    def optimizer(self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Thing:
-        """An optimizer that the script makes."""
-        facts = {"class": kind, "args": args, "named": named}
+    def optimizer(
+        self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call, of: str = ""
+    ) -> Thing:
+        """An optimizer that the script makes; ``of``: its full name, where it is not torch's."""
+        facts = {"class": kind, "args": args, "named": named, "of": of}
         self.event("optimizer", node, facts)
         return Thing("optimizer", place_of(node), facts)
 
@@ -110,12 +131,12 @@ class TorchWalk(Walk):
         self, owner: Any, name: str, args: list[Any], named: dict[str, Any], node: ast.Call
     ) -> Any:
         otherwise = self.unknown(node)
-        if isinstance(owner, Thing) and owner.kind == "file" and name == "read":
-            return owner
         if not isinstance(owner, Thing):
             if name == "backward":
                 self.event("backward", node, {"divided": division_of(owner)})
-            return otherwise
+            if name == "step" and self.around.loops and isinstance(owner, Unknown):
+                self.step_stranger(owner, node)
+            return super().call_method(owner, name, args, named, node)
         if owner.kind == "scaler" and name == "scale" and args:
             return replace(otherwise, divided=division_of(args[0]))
         if owner.kind == "scheduler" and name == "step":
@@ -123,4 +144,11 @@ class TorchWalk(Walk):
         steps = owner.kind == "scaler" and name == "step"
         if steps or (owner.kind == "optimizer" and name in _OF_OPTIMIZER):
             self.event(f"optimizer.{name}", node, {"args": args})
-        return otherwise
+        return super().call_method(owner, name, args, named, node)
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value of a script is an optimizer, or is called one."""
+    if isinstance(value, Unknown):
+        return re.search(r"\boptim", value.text) is not None
+    return isinstance(value, Thing) and value.kind == "optimizer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -23,11 +24,12 @@ def write_expression(node: ast.expr) -> str:
 @dataclass(frozen=True)
 class Unknown:
     """What only a run would tell: ``of`` is its expression, or words for it. ``divided``: by what
-    it was divided since it was made."""
+    it was divided since it was made. ``under``: the condition on which alone a block is set."""
 
     of: str | ast.expr
     place: Place
     divided: Any = 1
+    under: str = ""
 
     @property
     def text(self) -> str:
@@ -70,6 +72,15 @@ class ScriptDict(dict[str, Any]):
         return ScriptDict(self)
 
 
+def copy_record(value: Any) -> Any:
+    """A dictionary of the script with its own copies of all that is in it, places included."""
+    if isinstance(value, ScriptDict):
+        made = value.copy()
+        made.update({key: copy_record(inner) for key, inner in value.items()})
+        return made
+    return [copy_record(item) for item in value] if isinstance(value, list) else value
+
+
 @dataclass
 class Module:
     """A file of the script's own project: what its top level defines, once it has been read.
@@ -97,11 +108,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Function:
-    """A function of the script, or the method of a class."""
+    """A function of the script, or the method of a class. ``enclosing``: the names of the function
+    in which it is defined."""
 
     node: ast.FunctionDef | ast.AsyncFunctionDef
     module: Module
     kind: Kind | None = None
+    enclosing: dict[str, Any] | None = None
 
     @property
     def name(self) -> str:
@@ -144,6 +157,11 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "sorted": sorted,
     "str": str,
     "sum": sum,
+    "os.path.abspath": posixpath.normpath,
+    "os.path.basename": posixpath.basename,
+    "os.path.dirname": posixpath.dirname,
+    "os.path.normpath": posixpath.normpath,
+    "os.path.realpath": posixpath.normpath,
     "math.ceil": math.ceil,
     "math.floor": math.floor,
     "math.log": math.log,
@@ -176,6 +194,8 @@ def combine(node: ast.BinOp, left: Any, right: Any, otherwise: Unknown) -> Any:
         return compute(_BINARY.get(type(node.op)), left, right, otherwise=otherwise)
     if isinstance(node.op, ast.Add) and type(left) is type(right) and _joins(left, right):
         return left + right
+    if isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Div):
+        return posixpath.join(left, right)  # of paths
     if isinstance(left, Unknown) and isinstance(node.op, ast.Div):
         return replace(otherwise, divided=times(left.divided, right))
     if isinstance(node.op, ast.Mult):

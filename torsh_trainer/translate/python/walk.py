@@ -19,9 +19,11 @@ from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.calls import ScriptCalls
 from torsh_trainer.translate.python.events import (
     Around,
+    FunctionScope,
     Returned,
     Scope,
     ScriptReading,
+    Skipped,
     place_of,
 )
 from torsh_trainer.translate.python.expressions import truth_of
@@ -41,6 +43,9 @@ from torsh_trainer.translate.python.values import (
 
 _MOST_STEPS = 20_000
 """Beyond these a script is not followed further."""
+
+_MOST_ROUNDS = 16
+"""A longer list is walked over once, with an item that is not known."""
 
 FindFile = Callable[[str], "Path | None"]
 """The name of a file that the script opens -> where it is."""
@@ -63,27 +68,31 @@ class Walk(ScriptCalls):
         super().__init__(arguments, known)
         self.find_module, self.find_file = find_module, find_file
         self.modules: dict[str, Module] = {"": self.module}
+        self.script: Path | None = None
         self.steps = 0
+        self.skipped: list[Skipped] = []
         self.kinds: list[Kind] = []
 
-    def read(self, tree: ast.Module, *, name: str) -> ScriptReading:
-        """What a script does.
+    def read(self, tree: ast.Module, *, name: str, script: Path | None = None) -> ScriptReading:
+        """What a script does; ``script`` is where it lies, which it may ask for.
 
         Raises:
             ConfigError: it is nested too deep.
         """
+        self.script = script
         try:
             self.walk_script(tree)
         except RecursionError as error:
             raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
         is_whole = self.steps <= _MOST_STEPS
-        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole)
+        skipped = tuple(self.skipped)
+        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole, skipped)
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
         """A function of the script is decorated by something imported."""
 
     def walk_script(self, tree: ast.Module) -> None:
-        self.module.scope["__name__"] = "__main__"
+        self.module.scope |= {"__name__": "__main__", **self.name_file("")}
         self.block(tree.body, self.module.scope)
         for node in tree.body:  # what another file calls, or horovod.run starts
             if isinstance(node, ast.FunctionDef) and ("", node.name) not in self.visited:
@@ -114,7 +123,8 @@ class Walk(ScriptCalls):
             case ast.Import() | ast.ImportFrom():
                 self.imports(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                scope[node.name] = Function(node, self.module)
+                enclosing = scope if isinstance(scope, FunctionScope) else None
+                scope[node.name] = Function(node, self.module, enclosing=enclosing)
                 self.walk_decorators(node, scope)
             case ast.ClassDef():
                 kind = Kind(node, self.module)
@@ -197,11 +207,19 @@ class Walk(ScriptCalls):
         file, tree = found
         if file not in self.modules:
             importer, around = self.module, self.around
-            self.module = self.modules[file] = Module(file, {"__name__": dotted.lstrip(".")})
+            names = {"__name__": dotted.lstrip("."), **self.name_file(file)}
+            self.module = self.modules[file] = Module(file, names)
             self.around = Around(calls=around.calls)
             self.block(tree.body, self.module.scope)
             self.module, self.around = importer, around
         return self.modules[file]
+
+    def name_file(self, file: str) -> dict[str, Any]:
+        """``__file__`` of a module, which is named as seen from the script's folder."""
+        if self.script is None:
+            return {}
+        path = self.script.parent / file if file else self.script
+        return {"__file__": str(path.absolute())}
 
     def walk_decorators(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
         for decorator in node.decorator_list:
@@ -242,7 +260,11 @@ class Walk(ScriptCalls):
             owner.untold.append((write_expression(target), place, file))
 
     def delete(self, target: ast.expr, scope: Scope) -> None:
-        """``del target``, of a dictionary."""
+        """``del target``, of a dictionary or of an object."""
+        if isinstance(target, ast.Attribute):
+            thing = self.value(target.value, scope)
+            if isinstance(thing, Thing) and target.attr in thing.facts:
+                thing.facts[target.attr] = self.sure(None, target)
         if not isinstance(target, ast.Subscript):
             return
         owner, key = self.value(target.value, scope), self.value(target.slice, scope)
@@ -281,6 +303,10 @@ class Walk(ScriptCalls):
         test = self.value(node.test, scope)
         truth = truth_of(test)
         if truth is not None:
+            rest = tuple(node.orelse if truth else node.body)
+            if rest and not isinstance(node.test, ast.Constant):
+                said = (write_expression(node.test), truth, place_of(node))
+                self.skipped.append(Skipped(*said, rest, self.module.file))
             return self.block(node.body if truth else node.orelse, scope, returned)
         kept = self.around
         every = self.rounds(node.test, scope)
@@ -323,9 +349,12 @@ class Walk(ScriptCalls):
             right = other.get(name, left)
             same = left is right or (is_plain(left) and is_plain(right) and left == right)
             same = same or (isinstance(left, ImportedName | Unknown) and left == right)
-            both[name] = (
-                left if same else Unknown(name, place_of(node), _common_division(left, right))
-            )
+            if not same:
+                block = isinstance(left, ScriptDict) or isinstance(right, ScriptDict)
+                under = write_expression(node.test) if block else ""
+                divided = _common_division(left, right)
+                left = Unknown(name, place_of(node), divided, under)
+            both[name] = left
         return both
 
     def loop(
@@ -335,11 +364,14 @@ class Walk(ScriptCalls):
         self.around = replace(kept, loops=(*kept.loops, id(node)))
         if isinstance(node, ast.While):
             self.value(node.test, scope)
+            self.block(node.body, scope, returned)
         else:
             over = self.value(node.iter, scope)
-            self.assign(node.target, self.unknown(node.target), scope)
             self.walk_loop(over, node)
-        self.block(node.body, scope, returned)
+            known = _rounds_of(over, node)
+            for item in [self.unknown(node.target)] if known is None else known:
+                self.assign(node.target, item, scope)
+                self.block(node.body, scope, returned)
         self.around = kept
         self.block(node.orelse, scope, returned)
 
@@ -353,6 +385,14 @@ class Walk(ScriptCalls):
             elif bounds and all(isinstance(bound, int) for bound in bounds):
                 count = bounds[-1] - (bounds[0] if len(bounds) == 2 else 0)
                 self.event("loop.range", node, {"count": count})
+
+
+def _rounds_of(over: Any, node: ast.For | ast.AsyncFor) -> list[Any] | None:
+    """What a loop runs over, where all of it is known, and it is short and surely runs through."""
+    ends = any(isinstance(part, ast.Break | ast.Return) for part in ast.walk(node))
+    if not isinstance(over, list | tuple) or len(over) > _MOST_ROUNDS or ends:
+        return None
+    return list(over)
 
 
 def _common_division(left: Any, right: Any) -> Any:

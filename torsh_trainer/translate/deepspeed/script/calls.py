@@ -28,8 +28,8 @@ _INITIALIZE = (
 )
 _SIZES = ("torch.distributed.get_world_size", "deepspeed.comm.get_world_size")
 _OPTIMIZERS = ("FusedAdam", "DeepSpeedCPUAdam", "FusedLamb", "FusedLion", "DeepSpeedCPULion")
-_OTHER_ADAMS = ("transformers.AdamW", "transformers.optimization.AdamW")
-_SCHEDULES = ("transformers.get_", "transformers.optimization.get_", "diffusers.optimization.get_")
+_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+_OF_SCHEDULERS = "runtime.lr_schedules."
 
 
 class DeepSpeedWalk(TorchWalk):
@@ -50,12 +50,10 @@ class DeepSpeedWalk(TorchWalk):
         last = dotted.rpartition(".")[2]
         if dotted in _SIZES:
             return self.unknown(node) if self.size is None else self.size
-        if last in _OPTIMIZERS or dotted in _OTHER_ADAMS:
+        if last in _OPTIMIZERS:
             return self.optimizer(last, args, named, node)
-        if dotted.startswith(_SCHEDULES) and "schedule" in last:
-            facts = {"class": last, "args": args, "named": named}
-            self.event("scheduler", node, facts)
-            return Thing("scheduler", place_of(node), facts)
+        if last.endswith("Trainer") and dotted.startswith(("transformers.", "trl.")):
+            self.event("hf.trainer", node, {"class": last})
         if last == "HfDeepSpeedConfig" or last == "HfTrainerDeepSpeedConfig":
             return Thing("hf config", place_of(node))
         if dotted == DEEPSPEED or not dotted.startswith(DEEPSPEED + "."):
@@ -68,7 +66,7 @@ class DeepSpeedWalk(TorchWalk):
             facts = by_name(_INITIALIZE, args, named)
             if "config_params" in facts:
                 facts.setdefault("config", facts.pop("config_params"))
-            self.event("initialize", node, facts)
+            self.event("initialize", node, {**facts, "written": dict(self.written)})
             optimizer = facts.get("optimizer")
             if not isinstance(optimizer, Thing):
                 optimizer = Thing("optimizer", place_of(node), {"engine": True})
@@ -77,14 +75,17 @@ class DeepSpeedWalk(TorchWalk):
                 scheduler = Thing("scheduler", place_of(node), {"engine": True})
             loader = Thing("loader", place_of(node), {"engine": True})
             return (Thing("engine", place_of(node)), optimizer, loader, scheduler)
-        if name == "add_config_arguments" and args:
-            parser = args[0]
+        if name == "add_config_arguments" and (args or "parser" in named):
+            parser = args[0] if args else named["parser"]
             if isinstance(parser, Thing) and parser.kind == "parser":
                 for option, default in (("deepspeed", False), ("deepspeed_config", None)):
                     said = self.arguments.get(f"--{option}", default)
                     parser.facts["defaults"].setdefault(option, said)
                     self.used.add(f"--{option}")
             return parser
+        kind = name.rpartition(".")[2]
+        if name.startswith(_OF_SCHEDULERS) and kind in _SCHEDULERS and len(args) < 2:
+            return Thing("scheduler", place_of(node), {"class": kind, "named": named})
         if name.endswith("get_accelerator"):
             return self.unknown(node)
         self.event(f"deepspeed.{name}", node, {"args": args, **named})

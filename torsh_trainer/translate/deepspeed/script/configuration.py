@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_trainer.translate.deepspeed.auto import AUTO, UNMATTERING
+from torsh_trainer.translate.deepspeed.keys import schema
 from torsh_trainer.translate.nodes import MappingEntry, Node, Place
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.events import Event
 from torsh_trainer.translate.python.torch_calls import name_positional
-from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown, is_plain
+from torsh_trainer.translate.python.values import ImportedName, ScriptDict, Thing, Unknown, is_plain
 
 CONFIG = "deepspeed_config"
 """The name of the fact that a configuration is missing."""
@@ -35,6 +36,7 @@ _KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 """Class that a script makes -> the name and the options by which DeepSpeed makes the same."""
 
+_FILLED = ': "auto", which somebody fills'
 _RENAMED = {"adamw_mode": "adam_w_mode"}
 
 
@@ -63,16 +65,62 @@ def find_path(event: Event) -> str | ScriptDict | Unknown | None:
             return arguments
     if isinstance(config, str | ScriptDict | Unknown) or config is None:
         return config
-    return Unknown("config", event.place)
+    named = config.dotted if isinstance(config, ImportedName) else "config"
+    return Unknown(named, event.place)
 
 
-def optimizer_record(event: Event, *, file: str) -> tuple[ScriptDict, list[Any]] | None:
-    """The block ``optimizer`` for an optimizer that the script makes, and its parameters; None
-    where DeepSpeed knows no name for it."""
+def take_own(config: ScriptDict, event: Event) -> list[tuple[str, Place, str]]:
+    """Enters the optimizer and the scheduler that ``deepspeed.initialize`` is given, which count
+    before the configuration's; (block, place, file) of what is passed over so."""
+    passed = []
+    for name, argument in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
+        own = event.facts.get(argument)
+        if own is None:
+            continue
+        if name in config:
+            passed.append((name, *config.places.get(name, (Place(), ""))))
+            config.pop(name)
+        block = _optimizer_of(own, event) if name == "optimizer" else _scheduler_of(own, event)
+        if block is not None:
+            config.put(
+                name, block, own.place if isinstance(own, Thing) else event.place, event.file
+            )
+    return passed
+
+
+def _optimizer_of(own: Any, event: Event) -> ScriptDict:
+    """The block for it; what it is counts as unknown where reading does not get to it."""
+    if isinstance(own, Thing) and "class" in own.facts:
+        made = Event("optimizer", own.place, event.node, own.facts, file=event.file)
+        block = optimizer_record(made, file=event.file)
+        if block is not None:
+            return block
+    hole = own if isinstance(own, Unknown) else Unknown("optimizer", event.place)
+    return ScriptDict({"type": hole, "params": ScriptDict({"lr": hole})})
+
+
+def _scheduler_of(own: Any, event: Event) -> ScriptDict | None:
+    """The block for one of DeepSpeed's own; another has no block."""
+    if not isinstance(own, Thing) or "args" in own.facts or "class" not in own.facts:
+        return None
+    params = ScriptDict()
+    for key, value in own.facts["named"].items():
+        if key not in ("optimizer", "last_batch_iteration"):
+            params.put(key, value, own.place, event.file)
+    block = ScriptDict()
+    block.put("type", own.facts["class"], own.place, event.file)
+    block.put("params", params, own.place, event.file)
+    return block
+
+
+def optimizer_record(event: Event, *, file: str) -> ScriptDict | None:
+    """The block ``optimizer`` for an optimizer that the script makes; None where its options
+    cannot be told."""
     kind = event.facts["class"]
     name, options = _KINDS.get(kind, (kind, {}))
     args, named = event.facts["args"], dict(event.facts["named"])
-    parameters = args[0] if args else named.pop("params", named.pop("model_params", None))
+    for name_of_parameters in ("params", "model_params"):
+        named.pop(name_of_parameters, None)
     if "**" in named:
         return None
     params = ScriptDict()
@@ -83,13 +131,22 @@ def optimizer_record(event: Event, *, file: str) -> tuple[ScriptDict, list[Any]]
     block = ScriptDict()
     block.put("type", name, event.place, file)
     block.put("params", params, event.place, file)
-    return block, parameters if isinstance(parameters, list) else []
+    return block
+
+
+def _is_dropped(dotted: str) -> bool:
+    """Whether DeepSpeed takes its default for a key that is "auto", as blocks of pydantic do."""
+    key = schema().get(tuple(dotted.split(".")))
+    return key is not None and key.strict
 
 
 def document_root(
-    record: ScriptDict, place: Place, settings: Mapping[str, Any]
+    record: ScriptDict, place: Place, settings: Mapping[str, Any], *, is_filled: bool
 ) -> ScriptConfiguration:
-    """``record`` as nodes; unknown values are filled from ``settings``, else they are facts."""
+    """``record`` as nodes; unknown values are filled from ``settings``, else they are facts.
+
+    ``is_filled``: "auto" is filled by whoever hands the configuration over.
+    """
     found = ScriptConfiguration(Node({}, place))
 
     def node_of(value: Any, path: tuple[str, ...], at: Place, file: str) -> Node | None:
@@ -112,10 +169,11 @@ def document_root(
         if dotted in settings:
             found.stated.add(dotted)
             return Node(settings[dotted], at)
-        if is_plain(value) and (value != AUTO or dotted in UNMATTERING):
+        stands = _is_dropped(dotted) or (is_filled and dotted in UNMATTERING)
+        if is_plain(value) and (value != AUTO or stands):
             return Node(value, at)
         if value == AUTO:
-            value = Unknown(f'{dotted}: "auto", which the script fills', at)
+            value = Unknown(f"{dotted}{_FILLED}", at)
         hole = value if isinstance(value, Unknown) else Unknown(str(value), at)
         found.unknown.append((dotted, hole, at, file))
         return None
@@ -127,7 +185,8 @@ def document_root(
 
 
 def list_facts(found: ScriptConfiguration, script: str, *, knows_size: bool) -> Iterator[Fact]:
-    """A question for each value that only a run would tell; the number of processes is one."""
+    """A question for each value that only a run would tell; the number of processes is one, and so
+    is the condition of a block."""
     asked = False
     for dotted, hole, place, file in found.unknown:
         where = f"{dotted} ({file or script}:{place.line})"
@@ -137,5 +196,11 @@ def list_facts(found: ScriptConfiguration, script: str, *, knows_size: bool) -> 
                 yield Fact(WORLD_SIZE, where, look, place.line, "N")
             asked = True
             continue
+        if hole.under:
+            look = "whether this holds when you train: true or false"
+            yield Fact(hole.under, where, look, place.line)
+            continue
         look = f"the script computes it: {hole.text}"[:160]
+        if hole.text.endswith(_FILLED):
+            look = 'it is "auto" there: the value that the run has'
         yield Fact(dotted, where, look, place.line)

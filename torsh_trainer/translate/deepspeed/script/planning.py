@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,27 +17,35 @@ from torsh_trainer.translate.deepspeed.script.configuration import (
     document_root,
     find_path,
     list_facts,
-    optimizer_record,
+    take_own,
 )
-from torsh_trainer.translate.deepspeed.script.verdicts import judge_events
+from torsh_trainer.translate.deepspeed.script.engines import CALL, choose_engine
+from torsh_trainer.translate.deepspeed.script.verdicts import judge_arguments, judge_events
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
+from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import refuse
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan, ScriptPlan
 from torsh_trainer.translate.python.arguments import read_setting
 from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
-from torsh_trainer.translate.python.parsing import find_imports, note_lines, parse, read_source
-from torsh_trainer.translate.python.project import ScriptProject, record_of
+from torsh_trainer.translate.python.files import name_path
+from torsh_trainer.translate.python.parsing import (
+    ask_for_branch,
+    note_lines,
+    parse,
+    read_source,
+)
+from torsh_trainer.translate.python.project import ScriptProject, note_unread, record_of
 from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
 from torsh_trainer.translate.reading import Document, read_text, text_of
 
 _RUN = f"python -m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
+_TRAINS = ("backward", "step", "train_batch")
+_NO_STEP = (
+    "as far as reading gets, nothing steps the engine: its loop is elsewhere, or it only infers"
+)
+_LOADS = re.compile(r"\bloads?\(")
 _ASKED = "asked below: only you know it"
-
-
-def is_deepspeed_script(text: str) -> bool:
-    """Whether Python text makes an engine of DeepSpeed's, as far as its words tell."""
-    return "deepspeed.initialize" in text or "deepspeed import initialize" in text
 
 
 @dataclass(frozen=True)
@@ -86,9 +94,14 @@ class _ScriptPlanning:
             self.project.find_module,
             self.project.find_file,
         )
-        reading = walk.read(tree, name=self.name)
+        reading = walk.read(tree, name=self.name, script=self.path)
         self.used |= reading.used
-        event, others = self.choose_engine(tree, reading)
+        branch = None if reading.all("initialize") else reading.find_skipped(CALL)
+        if branch is not None:
+            what = "makes DeepSpeed's engine"
+            self.facts += ask_for_branch(branch, CALL, what, file=self.path.name)
+            return self.state_facts(reading)
+        event, others = choose_engine(tree, reading, name=self.name)
         below = self.read_configuration(event, reading)
         plan = self.join(below, event, others, reading)
         if self.request.is_whole:
@@ -109,44 +122,6 @@ class _ScriptPlanning:
         self.request = replace(self.request, options=replace(options, world_size=stated))
         return stated
 
-    # -- the engine ------------------------------------------------------------------------------
-
-    def choose_engine(self, tree: ast.Module, reading: ScriptReading) -> tuple[Event, list[Event]]:
-        """The call that makes the engine that trains, and the others.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        events = reading.all("initialize")
-        if events:
-            trains = [
-                e for e in events if e.facts.get("model_parameters") or e.facts.get("optimizer")
-            ]
-            chosen = trains[0] if trains else events[0]
-            return chosen, [event for event in events if event is not chosen]
-        imported = set(find_imports(tree))
-        if any(event.what == "deepspeed.init_inference" for event in reading.events):
-            raise ConfigError(
-                f"{self.name} only infers: it calls deepspeed.init_inference and trains nothing",
-                fix="name the script that trains",
-            )
-        if any(name.startswith(("transformers.Trainer", "trl.")) for name in imported):
-            raise ConfigError(
-                f"{self.name} trains by Hugging Face's Trainer, which makes the engine itself",
-                fix="translate the line that starts it, with its arguments: translate --command "
-                "'deepspeed train.py --deepspeed ds.json ...'",
-            )
-        if any(name.startswith("accelerate") for name in imported):
-            raise ConfigError(
-                f"{self.name} trains by accelerate, which makes the engine itself",
-                fix="translate the line that starts it: --command 'accelerate launch ...'",
-            )
-        raise ConfigError(
-            f"{self.name} makes no engine: deepspeed.initialize is called where reading does not "
-            "get to",
-            fix="name the script that trains, or translate its configuration file alone",
-        )
-
     # -- the configuration -----------------------------------------------------------------------
 
     def read_configuration(self, event: Event, reading: ScriptReading) -> Plan | None:
@@ -159,7 +134,15 @@ class _ScriptPlanning:
         place, file = event.place, event.file
         self.refuse_two(event)
         document = self.request.document
-        if document is not None and (config is None or isinstance(config, str)):
+        written = event.facts["written"].get(name_path(config))
+        if isinstance(written, Unknown):
+            look = f"line {written.place.line} writes it: {written.text}"[:160]
+            self.ask_for_file(event, look)
+            return None
+        if written is not None:
+            self.config_words = "its configuration in the script, which writes it"
+            config = written
+        elif document is not None and (config is None or isinstance(config, str)):
             self.config_words = f"its configuration in {Path(document.name).name}"
             if document.dialect != DEEPSPEED:
                 return translate_document(document, self.request.options)
@@ -176,11 +159,17 @@ class _ScriptPlanning:
             config = record_of(document.root, str(found))
         elif isinstance(config, ScriptDict):
             self.config_words = "its configuration in the script"
+        elif isinstance(config, Unknown) and config.under:
+            where = f"the configuration ({event.file or self.path.name}:{config.place.line})"
+            look = "whether this holds when you train: true or false"
+            self.facts.append(Fact(config.under, where, look, config.place.line))
+            return None
         else:
             look = "the file behind --deepspeed_config in the line that starts the script"
-            if isinstance(config, Unknown):
+            if isinstance(config, Unknown) and not _LOADS.search(config.text):
                 look = f"the file or the values that the script makes of {config.text}"[:160]
-            for load in reading.all("load.missing")[:1]:
+            made = config.place if isinstance(config, Unknown) else None
+            for load in [one for one in reading.all("load.missing") if one.place == made][:1]:
                 path = load.facts["path"]
                 look = f"the file that line {load.place.line} reads: {path}"
                 if load.facts["is_known"]:
@@ -188,16 +177,21 @@ class _ScriptPlanning:
             self.ask_for_file(event, look)
             return None
         config = config.copy()
-        self.take_optimizer(config, event)
+        passed = take_own(config, event)
         options_size = self.request.options.world_size
-        root = document_root(config, place, self.settings)
+        is_filled = self.request.options.context != "raw"
+        root = document_root(config, place, self.settings, is_filled=is_filled)
         self.used |= root.stated
-        self.facts += list_facts(root, self.path.name, knows_size=options_size is not None)
+        for fact in list_facts(root, self.path.name, knows_size=options_size is not None):
+            if fact.name not in (known.name for known in self.facts):
+                self.facts.append(fact)
         document = Document(self.name, root.root, DEEPSPEED, {})
         options = replace(self.request.options, settings={}, sizes_from_loader=True)
         below = translate_document(document, options)
         findings = self.move(below.findings, root, file)
-        if reading.all("scheduler"):  # the default speaks of a script without one
+        findings += [_dead_block(*block) for block in passed]
+        handed = event.facts.get("lr_scheduler") is not None
+        if handed or reading.all("scheduler"):  # the default speaks of a script without one
             findings = [f for f in findings if f.given or f.key != "scheduler.type"]
         return replace(below, findings=tuple(findings))
 
@@ -224,16 +218,6 @@ class _ScriptPlanning:
         self.facts.append(
             Fact(CONFIG, f"deepspeed.initialize ({where})", look, event.place.line, "FILE")
         )
-
-    def take_optimizer(self, config: ScriptDict, event: Event) -> None:
-        """An optimizer of the script's own counts before the configuration's."""
-        optimizer = event.facts.get("optimizer")
-        if not isinstance(optimizer, Thing) or "class" not in optimizer.facts:
-            return
-        made = Event("optimizer", optimizer.place, event.node, optimizer.facts, file=event.file)
-        block = optimizer_record(made, file=event.file)
-        if block is not None:
-            config.put("optimizer", block[0], optimizer.place, event.file)
 
     def move(
         self, findings: Sequence[Finding], root: ScriptConfiguration, file: str
@@ -295,12 +279,7 @@ class _ScriptPlanning:
             findings.append(
                 _make_finding(f"deepspeed.initialize ({other.place.line})", other, "refused", why)
             )
-        optimizer = event.facts.get("optimizer")
-        if isinstance(optimizer, Thing) and optimizer.facts.get("args"):
-            parameters = optimizer.facts["args"][0]
-            if isinstance(parameters, list):
-                why = "groups of parameters that the script makes: name them in optimizer.groups"
-                findings.append(_make_finding("optimizer.params", event, "refused", why))
+        findings += judge_arguments(event)
         for judged in judge_events(reading, stage=stage, accumulate=accumulate):
             finding = judged.finding
             lost = [key for key in judged.outcome.values if key in values]
@@ -335,15 +314,37 @@ class _ScriptPlanning:
             files=(*self.project.opened, *map(str, self.project.files)),
         )
 
+    def state_facts(self, reading: ScriptReading) -> Plan:
+        """A plan of nothing but what has to be known first."""
+        options = self.request.options
+        return Plan(
+            source=self.name,
+            engine=DEEPSPEED,
+            version="",
+            context=options.context,
+            mode=options.mode,
+            world_size=options.world_size,
+            choices={},
+            values={},
+            findings=(),
+            taken_for="a script for DeepSpeed, read and not executed",
+            notes=tuple(self.notes(reading)),
+            facts=tuple(self.facts),
+            command=_RUN,
+            files=(*self.project.opened, *map(str, self.project.files)),
+        )
+
     def notes(self, reading: ScriptReading) -> list[str]:
         said = ["model, data and loss are yours: write them as a task, or name a ready one"]
         said += [] if reading.is_whole else [TOO_LONG]
+        engines = reading.all("initialize") and not reading.all("hf.trainer")
+        if engines and not any(reading.all(f"engine.{name}") for name in _TRAINS):
+            said.append(_NO_STEP)
         said += note_lines(self.path)
         read = [path.name for path, tree in self.project.files.items() if tree is not None]
         if read:
             said.append(f"read with it: {', '.join(read)}")
-        said += [f"not read: {name}: {why}" for name, why in self.project.unread.items()]
-        return said
+        return said + note_unread(self.project)
 
     def check_used(self) -> None:
         for name in self.settings:
@@ -366,6 +367,13 @@ def _make_finding(key: str, event: Event, verdict: Any, why: str) -> Finding:
         "script.engine",
         file=event.file,
     )
+
+
+def _dead_block(name: str, place: Place, source: str) -> Finding:
+    why = "the script hands its own to deepspeed.initialize, which counts before it"
+    file = Path(source).name if source else ""
+    line, column = place.line, place.column
+    return Finding(name, None, line, column, "dead", "", why, "script.overridden", file=file)
 
 
 def _stage_of(plan: Plan | None) -> int:

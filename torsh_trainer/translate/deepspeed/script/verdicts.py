@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torsh_trainer.translate.outcomes import (
     Outcome,
+    approximate,
     dead,
     exact,
     faster,
@@ -15,8 +17,8 @@ from torsh_trainer.translate.outcomes import (
 )
 from torsh_trainer.translate.plan import Finding
 from torsh_trainer.translate.python.events import Event, ScriptReading
-from torsh_trainer.translate.python.torch_calls import name_positional
-from torsh_trainer.translate.python.values import Thing, Unknown, is_number, is_plain
+from torsh_trainer.translate.python.torch_calls import OTHER_ADAM, PLAIN_SCHEDULES, name_positional
+from torsh_trainer.translate.python.values import ImportedName, Thing, Unknown, is_number, is_plain
 
 _MESHES = "not in this release: it waits for meshes"
 _LOOP = "the trainer's own loop does it"
@@ -68,12 +70,6 @@ CALLS: tuple[tuple[str, Outcome], ...] = (
 )
 """Beginning of a call of ``deepspeed.`` -> verdict, the first that fits."""
 
-_PLAIN_SCHEDULES = {
-    "get_linear_schedule_with_warmup": "linear",
-    "get_cosine_schedule_with_warmup": "cosine",
-    "get_constant_schedule_with_warmup": "constant",
-    "get_constant_schedule": "constant",
-}
 _TORCH_SCHEDULES = (
     "StepLR",
     "MultiStepLR",
@@ -88,12 +84,32 @@ _TORCH_SCHEDULES = (
 )
 
 
+_IN_GROUPS = "groups of parameters that the script makes: name them in optimizer.groups"
+_GROUPS = re.compile(r"group|weight_decay|no_decay")
+
+
 @dataclass(frozen=True)
 class Judged:
     """A finding, and what it sets."""
 
     finding: Finding
     outcome: Outcome
+
+
+def judge_arguments(event: Event) -> Iterator[Finding]:
+    """Verdicts on what ``deepspeed.initialize`` is given beside model and configuration."""
+    optimizer, scheduler = event.facts.get("optimizer"), event.facts.get("lr_scheduler")
+    parameters = event.facts.get("model_parameters")
+    if isinstance(optimizer, Thing) and "class" in optimizer.facts:
+        args, named = optimizer.facts["args"], optimizer.facts["named"]
+        parameters = args[0] if args else named.get("params", named.get("model_params"))
+        if optimizer.facts.get("of"):
+            yield _finding(optimizer.facts["of"], None, event, approximate(OTHER_ADAM))
+    if isinstance(parameters, list) or _GROUPS.search(_text(parameters)):
+        yield _finding("optimizer.params", None, event, refuse(_IN_GROUPS))
+    if scheduler is not None and not isinstance(scheduler, Thing):
+        outcome = refuse("its rate is a function of the script; write it as a schedule")
+        yield _finding("lr_scheduler", scheduler, event, outcome)
 
 
 def judge_events(reading: ScriptReading, *, stage: int, accumulate: int) -> Iterator[Judged]:
@@ -114,7 +130,7 @@ def _outcomes_of(
         divided = event.facts.get("divided", 1)
         yield what, None, ENGINE["backward"]
         if divided != 1:
-            text = divided.text if isinstance(divided, Unknown) else divided
+            text = divided if is_plain(divided) else _text(divided)
             why = "beside DeepSpeed's own division: your task's loss keeps it"
             yield "loss / ...", text, Outcome("yours", why)
     elif what.startswith("engine."):
@@ -129,6 +145,15 @@ def _outcomes_of(
         yield what, None, refuse(why)
     elif what == "scheduler":
         yield from _outcomes_of_schedule(event, reading, accumulate)
+    elif what == "optimizer.step" and not reading.all("engine.step"):
+        why = "past the engine, which counts micro-batches: here the loop steps as engine.step does"
+        yield what, None, approximate(why)
+    elif what == "hf.trainer":
+        why = "Hugging Face's Trainer trains by arguments of its own: translate the line with them"
+        yield event.facts["class"], None, refuse(why)
+    elif what == "scheduler.unknown":
+        why = f"its rate is a function of {event.facts['made']}"[:120]
+        yield event.facts["written"], None, refuse(f"{why}; write it as a schedule")
     elif what == "param_group.lr":
         yield what, None, refuse("the script sets the rate itself: write it as a schedule")
     elif what == "loop.range":
@@ -171,10 +196,10 @@ def _outcomes_of_schedule(
 ) -> Iterator[tuple[str, Any, Outcome]]:
     kind = event.facts["class"]
     own = {**name_positional(kind, event.facts["args"][1:]), **event.facts["named"]}
-    if kind in _PLAIN_SCHEDULES:
+    if kind in PLAIN_SCHEDULES:
         names = ("optimizer", "num_warmup_steps", "num_training_steps")
         own = {**dict(zip(names, event.facts["args"], strict=False)), **event.facts["named"]}
-        chosen = {"schedule": _PLAIN_SCHEDULES[kind]}
+        chosen = {"schedule": PLAIN_SCHEDULES[kind]}
         yield "lr_scheduler", kind, Outcome("exact", "the same curve", chosen)
         warmup = own.get("num_warmup_steps", 0)
         if is_number(warmup):
@@ -224,6 +249,8 @@ def _outcomes_of_interval(
 
 
 def _text(value: Any) -> Any:
+    if isinstance(value, ImportedName):
+        return value.dotted
     return value.text if isinstance(value, Unknown) else str(value)
 
 
