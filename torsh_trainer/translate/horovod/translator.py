@@ -77,6 +77,7 @@ def translate(source: str | Path, options: Options = AS_IT_STANDS) -> Plan:
         notes=_notes(job),
         facts=job.facts,
         files=job.files,
+        script=job.training,
     )
 
 

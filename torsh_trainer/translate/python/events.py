@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_trainer.translate.nodes import Place
+from torsh_trainer.translate.python.frames import Frame
 
 
 @dataclass(frozen=True)
 class Event:
     """A call that matters. ``loops`` are the loops around it, outermost first, ``under`` the
     condition around it that cannot be told; ``every``: it is done in every so many-th round.
-    ``file`` is another module's, where it stands in one; empty for the script itself."""
+    ``file`` is another module's, where it stands in one; empty for the script itself. ``frame`` and
+    ``step`` say where in the run, None of what the walk has not met itself."""
 
     what: str
     place: Place
@@ -24,6 +26,8 @@ class Event:
     under: str = ""
     every: int = 1
     file: str = ""
+    frame: Frame | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ class Thing:
     kind: str
     place: Place
     facts: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Attributes with the frame and the step in which they were set."""
 
 
 class ScriptDict(dict[str, Any]):
@@ -102,6 +104,11 @@ class Function:
     node: ast.FunctionDef | ast.AsyncFunctionDef
     module: Module
     kind: Kind | None = None
+    scope: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    """The names of the function that it is defined in; None at the top level."""
+
+    frame: Any = field(default=None, compare=False, repr=False)
+    """The frame of that function."""
 
     @property
     def name(self) -> str:

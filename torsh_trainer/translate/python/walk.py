@@ -8,6 +8,7 @@ be told is taken or not; of another both are walked, and what differs between th
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,12 +20,14 @@ from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.calls import ScriptCalls
 from torsh_trainer.translate.python.events import (
     Around,
+    FunctionScope,
     Returned,
     Scope,
     ScriptReading,
     place_of,
 )
 from torsh_trainer.translate.python.expressions import truth_of
+from torsh_trainer.translate.python.frames import Frame, Step, list_bound
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -110,11 +113,27 @@ class Walk(ScriptCalls):
         return False
 
     def statement(self, node: ast.stmt, scope: Scope, returned: Returned) -> bool:
+        """Walks a statement, and keeps it; whether it surely leaves the block."""
+        if isinstance(node, ast.If | ast.Try | ast.While):
+            return self.follow(node, scope, returned)
+        step = Step(node, self.steps, self.within)
+        self.frame.steps.append(step)
+        ended = self.follow(node, scope, returned)
+        step.values = {name: scope[name] for name in list_bound(node) if name in scope}
+        return ended
+
+    def follow(self, node: ast.stmt, scope: Scope, returned: Returned) -> bool:
         match node:
             case ast.Import() | ast.ImportFrom():
                 self.imports(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                scope[node.name] = Function(node, self.module)
+                inner = isinstance(scope, FunctionScope)
+                scope[node.name] = Function(
+                    node,
+                    self.module,
+                    scope=scope if inner else None,
+                    frame=self.frame if inner else None,
+                )
                 self.walk_decorators(node, scope)
             case ast.ClassDef():
                 kind = Kind(node, self.module)
@@ -139,11 +158,13 @@ class Walk(ScriptCalls):
                     value = self.value(item.context_expr, scope)
                     if item.optional_vars is not None:
                         self.assign(item.optional_vars, value, scope)
-                return self.block(node.body, scope, returned)
+                with self.inside(node):
+                    return self.block(node.body, scope, returned)
             case ast.Try():
                 ended = self.block(node.body, scope, returned)
-                for handler in node.handlers:
-                    self.block(handler.body, dict(scope), returned)
+                with self.inside(node):
+                    for handler in node.handlers:
+                        self.block(handler.body, dict(scope), returned)
                 self.block(node.orelse, scope, returned)
                 return self.block(node.finalbody, scope, returned) or ended
             case ast.Delete():
@@ -158,6 +179,15 @@ class Walk(ScriptCalls):
             case _:
                 pass
         return False
+
+    @contextlib.contextmanager
+    def inside(self, node: ast.stmt) -> Iterator[None]:
+        """Steps that are walked meanwhile stand within ``node``."""
+        kept, self.within = self.within, (*self.within, node)
+        try:
+            yield
+        finally:
+            self.within = kept
 
     def imports(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
         """What names stand for: modules of the project and what is in them, else full names."""
@@ -199,8 +229,12 @@ class Walk(ScriptCalls):
             importer, around = self.module, self.around
             self.module = self.modules[file] = Module(file, {"__name__": dotted.lstrip(".")})
             self.around = Around(calls=around.calls)
+            frame, within = self.frame, self.within
+            self.frame, self.within = Frame(self.module), ()
+            self.tops[file] = self.frame
             self.block(tree.body, self.module.scope)
             self.module, self.around = importer, around
+            self.frame, self.within = frame, within
         return self.modules[file]
 
     def walk_decorators(self, node: ast.FunctionDef | ast.AsyncFunctionDef, scope: Scope) -> None:
@@ -223,6 +257,8 @@ class Walk(ScriptCalls):
                     before = owner.facts.get(target.attr)
                     settled = is_plain(before) and before is not None
                     owner.facts[target.attr] = self.sure(value, target) if settled else value
+                    origins = owner.origins.setdefault(target.attr, [])
+                    origins.append((self.frame, self.frame.now))
             case ast.Subscript():
                 key = self.value(target.slice, scope)
                 owner = self.value(target.value, scope)
@@ -289,8 +325,9 @@ class Walk(ScriptCalls):
         else:
             self.around = replace(kept, every=every)
         one, other = copy.copy(scope), copy.copy(scope)
-        ended = self.block(node.body, one, returned)
-        ended_else = self.block(node.orelse, other, returned)
+        with self.inside(node):
+            ended = self.block(node.body, one, returned)
+            ended_else = self.block(node.orelse, other, returned)
         self.around = kept
         if ended and ended_else and node.orelse:
             return True
@@ -339,7 +376,8 @@ class Walk(ScriptCalls):
             over = self.value(node.iter, scope)
             self.assign(node.target, self.unknown(node.target), scope)
             self.walk_loop(over, node)
-        self.block(node.body, scope, returned)
+        with self.inside(node):
+            self.block(node.body, scope, returned)
         self.around = kept
         self.block(node.orelse, scope, returned)
 
