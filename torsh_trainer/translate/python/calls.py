@@ -48,6 +48,7 @@ class ScriptCalls(Expressions):
         self.seen: set[tuple[str, str, int, int]] = set()
         self.frame = Frame(self.module)
         self.tops: dict[str, Frame] = {"": self.frame}
+        self.frames: list[Frame] = [self.frame]
         self.within: tuple[ast.stmt, ...] = ()
 
     def block(
@@ -130,7 +131,7 @@ class ScriptCalls(Expressions):
         if function.kind is not None and function.node.name == "__init__":
             names = [part.arg for part in function.node.args.args]
             given = {name: value for name, value in given.items() if name not in names[:1]}
-        return Frame(
+        frame = Frame(
             function.module,
             function.node,
             caller=self.frame if called else None,
@@ -140,6 +141,8 @@ class ScriptCalls(Expressions):
             closure=function.frame,
             top=self.tops.get(function.module.file),
         )
+        self.frames.append(frame)
+        return frame
 
     def make(self, kind: Kind, args: list[Any], named: dict[str, Any], node: ast.AST) -> Thing:
         """An object of a class of the script."""

@@ -34,12 +34,14 @@ class Event:
 class ScriptReading:
     """What a script does, in the order of a run; ``used`` are the settings that were asked for.
 
-    ``is_whole``: all of it was followed; a script of very many statements is not.
+    ``is_whole``: all of it was followed; a script of very many statements is not. ``frames`` are
+    all calls of its functions, and the modules.
     """
 
     events: tuple[Event, ...]
     used: frozenset[str]
     is_whole: bool = True
+    frames: tuple[Frame, ...] = ()
 
     def all(self, what: str) -> list[Event]:
         """The events of one sort."""

@@ -114,9 +114,10 @@ def list_backwards(reading: ScriptReading) -> Iterator[Backward]:
 
 
 def models_of_optimizers(reading: ScriptReading) -> tuple[Written, ...]:
-    """What optimizers step, as it is written before ``.parameters()``."""
+    """What optimizers step, as it is written before ``.parameters()``; of the optimizer that the
+    engine wraps first."""
     found: dict[str, Written] = {}
-    for event in reading.all("optimizer"):
+    for event in (*reading.all("DistributedOptimizer"), *reading.all("optimizer")):
         if event.frame is None or not isinstance(event.node, ast.Call):
             continue
         for part in ast.walk(event.node):

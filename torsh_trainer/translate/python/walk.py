@@ -80,7 +80,9 @@ class Walk(ScriptCalls):
         except RecursionError as error:
             raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
         is_whole = self.steps <= _MOST_STEPS
-        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole)
+        return ScriptReading(
+            tuple(self.events), frozenset(self.used), is_whole, tuple(self.frames)
+        )
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
         """A function of the script is decorated by something imported."""
@@ -232,6 +234,7 @@ class Walk(ScriptCalls):
             frame, within = self.frame, self.within
             self.frame, self.within = Frame(self.module), ()
             self.tops[file] = self.frame
+            self.frames.append(self.frame)
             self.block(tree.body, self.module.scope)
             self.module, self.around = importer, around
             self.frame, self.within = frame, within

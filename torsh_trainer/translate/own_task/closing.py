@@ -1,0 +1,461 @@
+"""The user's own statements and expressions, made to stand in a file of their own.
+
+Names become imports, constants, attributes of the task or variables; what belongs to the engine or
+the device is left out. What cannot be carried becomes a call of ``fill_in``, which names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torsh_trainer.translate.own_task.effects import is_transparent, name_of, root_of
+from torsh_trainer.translate.own_task.importing import Importer
+from torsh_trainer.translate.own_task.lookup import (
+    WRAPPERS,
+    Arguments,
+    Constant,
+    Given,
+    Imported,
+    Local,
+    Lookup,
+    Lost,
+    Meaning,
+    Model,
+    Own,
+    Variable,
+    is_self,
+)
+from torsh_trainer.translate.own_task.slicing import Piece
+from torsh_trainer.translate.python.frames import Frame
+from torsh_trainer.translate.python.values import is_plain
+
+FILL_IN = "fill_in"
+"""The function of the written file that names what is missing."""
+
+ARGUMENTS = "arguments"
+"""The name of the script's arguments in the written file."""
+
+_HALVES = ("half", "bfloat16", "float16")
+_DEVICE = re.compile(r"(^|[._])(device|dev|cuda|gpu|local_rank|rank)(_?\w*)$|get_accelerator")
+_OF_PROCESS = re.compile(r"(^|\.)(rank|local_rank|size|local_size|get_rank|get_world_size)$")
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Something that the user has to fill in: where the script has it, what, and what to do."""
+
+    file: str
+    line: int
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.what}; {self.fix}"
+
+
+@dataclass
+class OwnFile:
+    """The file that is being written: its imports, constants, and what is missing.
+
+    ``script`` is the name of the script for places; ``low``: the recipe computes in bf16 or fp16.
+    """
+
+    importer: Importer
+    script: str
+    low: bool = False
+    imports: dict[str, None] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, Any] | None = None
+    unknown: dict[str, int] = field(default_factory=dict)
+    missing: dict[Missing, None] = field(default_factory=dict)
+
+    def miss(self, file: str, line: int, what: str, fix: str) -> Missing:
+        """Enters what is missing."""
+        found = Missing(file or self.script, line, what, fix)
+        self.missing[found] = None
+        return found
+
+    def fill_in(self, file: str, node: ast.AST, what: str, fix: str) -> ast.expr:
+        """A call that names what is missing."""
+        found = self.miss(file, getattr(node, "lineno", 1), what, fix)
+        call = ast.Call(ast.Name(FILL_IN, ast.Load()), [ast.Constant(str(found))], [])
+        return ast.fix_missing_locations(ast.copy_location(call, node))
+
+    def take_import(self, line: str, name: str, root: str) -> str:
+        """Enters an import, and gives the name that it has here."""
+        taken = self.names.setdefault(name, root)
+        if taken == root:
+            self.imports[line] = None
+            return name
+        other = f"{name}_2"
+        self.names.setdefault(other, root)
+        self.imports[re.sub(r"( as \w+)?$", f" as {other}", line)] = None
+        return other
+
+
+class Names:
+    """Names of variables in one function of the written file, none of them twice."""
+
+    def __init__(self, file: OwnFile, reserved: Iterable[str] = ()) -> None:
+        self.file, self.reserved = file, set(reserved)
+        self.found: dict[Variable, str] = {}
+
+    def name_of(self, variable: Variable) -> str:
+        """The name that a variable has there."""
+        if variable not in self.found:
+            taken = {*self.found.values(), *self.reserved}
+            name, number = variable.name, 2
+            while name in taken or (name in self.file.names):
+                name, number = f"{variable.name}_{number}", number + 1
+            self.found[variable] = name
+        return self.found[variable]
+
+
+class Closer(ast.NodeTransformer):
+    """Transforms what is seen from step ``at`` of ``frame``.
+
+    ``outer`` are variables with the expressions that stand for them (``self.criterion``);
+    ``model`` is the name of the model, ``device`` an expression for its device; empty where there
+    is none: then ``device=`` is left out, and the trainer moves what is made. ``lost`` says of a
+    variable why it cannot be carried.
+    """
+
+    def __init__(
+        self,
+        file: OwnFile,
+        lookup: Lookup,
+        names: Names,
+        *,
+        outer: Mapping[Variable, str],
+        model: str = "",
+        device: str = "",
+        lost: Callable[[Variable], Lost | None] = lambda variable: None,
+    ) -> None:
+        self.file, self.lookup, self.names = file, lookup, names
+        self.outer, self.model, self.device, self.lost = outer, model, device, lost
+        self.frame: Frame
+        self.at = 0
+        self.own: list[set[str]] = []
+
+    def close_expression(self, node: ast.expr, frame: Frame, at: int) -> ast.expr:
+        """An expression, as it can stand in the file."""
+        self.frame, self.at = frame, at
+        closed = self.visit(copy.deepcopy(node))
+        return ast.fix_missing_locations(closed)
+
+    def close_pieces(self, pieces: Iterable[Piece]) -> list[ast.stmt]:
+        """Statements, as they can stand in the file; those of which nothing is left are gone."""
+        found: list[ast.stmt] = []
+        for piece in pieces:
+            self.frame, self.at = piece.frame, piece.at
+            node = copy.deepcopy(piece.node)
+            if piece.sets is not None and isinstance(node, ast.Assign):
+                closed: Any = ast.Assign(
+                    [ast.Name(self.names.name_of(piece.sets), ast.Store())], self.visit(node.value)
+                )
+            else:
+                closed = self.visit(node)
+            made = closed if isinstance(closed, list) else [closed]
+            found += [ast.fix_missing_locations(one) for one in made if one is not None]
+        return found
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if any(node.id in own for own in self.own):
+            return node
+        if not isinstance(node.ctx, ast.Load):
+            variable = Variable(id(self.frame), node.id, self.frame)
+            if variable in self.lookup.models:
+                return ast.Name(self.model or "model", node.ctx)
+            return ast.Name(self.names.name_of(variable), node.ctx)
+        return self.write(self.lookup.find(node.id, self.frame, self.at), node)
+
+    def write(self, meaning: Meaning, node: ast.expr) -> ast.expr:
+        """What stands for a name that is read."""
+        file = self.frame.module.file
+        match meaning:
+            case Constant(value):
+                return _literal(value)
+            case Model():
+                if self.model:
+                    return ast.Name(self.model, ast.Load())
+                fix = "build it from the configuration, or in build_model"
+                return self.file.fill_in(file, node, "this needs the model", fix)
+            case Imported():
+                return self.write_import(meaning, node)
+            case Own():
+                return self.write_own(meaning, node)
+            case Arguments(thing):
+                self.take_arguments(thing.facts, node)
+                return ast.Name(ARGUMENTS, ast.Load())
+            case Local(variable) | Given(variable):
+                if variable in self.outer:
+                    return ast.parse(self.outer[variable], mode="eval").body
+                why = self.lost(variable)
+                if why is not None:
+                    return self.file.fill_in(file, node, why.why, why.fix)
+                return ast.Name(self.names.name_of(variable), ast.Load())
+            case Lost(why, fix):
+                return self.file.fill_in(file, node, why, fix)
+            case _:
+                return node
+
+    def write_import(self, meaning: Imported, node: ast.expr) -> ast.expr:
+        name = meaning.name
+        for step in meaning.steps:
+            statement = step.node
+            if isinstance(statement, ast.Import):
+                for alias in statement.names:
+                    if (alias.asname or alias.name.partition(".")[0]) == name:
+                        line = f"import {alias.name}" + _as(alias)
+                        root = alias.name if alias.asname else alias.name.partition(".")[0]
+                        name = self.file.take_import(line, meaning.name, root)
+            elif isinstance(statement, ast.ImportFrom):
+                alias = next(a for a in statement.names if (a.asname or a.name) == meaning.name)
+                if statement.level:
+                    why = f"{meaning.name} comes from a module that was not read"
+                    return self.file.fill_in(self.frame.module.file, node, why, "import it here")
+                line = f"from {statement.module} import {alias.name}" + _as(alias)
+                name = self.file.take_import(line, meaning.name, f"{statement.module}.{alias.name}")
+        return ast.Name(name, ast.Load())
+
+    def write_own(self, meaning: Own, node: ast.expr) -> ast.expr:
+        """An import of something of the user's, where its module can be imported."""
+        importer = self.file.importer
+        wrong = importer.explain(meaning.file)
+        what = meaning.attribute or meaning.file
+        if wrong is not None:
+            why = f"{what} cannot be imported: {wrong.what}"
+            return self.file.fill_in(meaning.file or self.file.script, node, why, wrong.fix)
+        module = importer.import_name(meaning.file)
+        if not meaning.attribute:
+            package, _, last = module.rpartition(".")
+            line = f"from {package} import {last}" if package else f"import {module}"
+            return ast.Name(self.file.take_import(line, last, module), ast.Load())
+        line = f"from {module} import {meaning.attribute}"
+        root = f"{module}.{meaning.attribute}"
+        return ast.Name(self.file.take_import(line, meaning.attribute, root), ast.Load())
+
+    def take_arguments(self, facts: Mapping[str, Any], node: ast.expr) -> None:
+        known = {name: value for name, value in facts.items() if is_plain(value)}
+        self.file.arguments = {**(self.file.arguments or {}), **known}
+        for name in facts:
+            if name not in known:
+                self.file.unknown[name] = node.lineno
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.value, ast.Name) and not any(node.value.id in own for own in self.own):
+            if isinstance(node.ctx, ast.Load):
+                meaning = self.lookup.find_attribute(node, self.frame, self.at)
+                if meaning is not None:
+                    return self.write(meaning, node)
+            owner = self.lookup.find_value(node.value.id, self.frame, self.at)
+            if not isinstance(node.ctx, ast.Load) and is_self(node.value.id, owner, self.frame):
+                variable = Variable(id(owner), node.attr)
+                if variable in self.lookup.models:
+                    return ast.Name("model", node.ctx)
+                return ast.Name(self.names.name_of(variable), node.ctx)
+        closed = self.generic_visit(node)
+        owner_is_model = isinstance(node.value, ast.Name) and node.value.id == self.model
+        return node.value if node.attr == "module" and self.model and owner_is_model else closed
+
+    # -- devices, dtypes, engines ----------------------------------------------------------------
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        name = name_of(node)
+        last = name.rpartition(".")[2]
+        if isinstance(node.func, ast.Attribute):
+            if last in ("cuda", "cpu") and not self.is_module(node.func.value):
+                return self.move(node.func.value)
+            if last in _HALVES and not node.args and self.file.low:
+                return self.visit(node.func.value)
+            if last in _HALVES and not node.args:
+                why = f"{ast.unparse(node)[:60]}: half precision by hand, and the recipe has fp32"
+                fix = "set precision= in the recipe, and leave it out here"
+                return self.file.fill_in(self.frame.module.file, node, why, fix)
+            if last == "to":
+                moved = self.leave_out_move(node)
+                if moved is not None:
+                    return moved
+        if last in WRAPPERS and node.args and last != "compile":
+            return self.visit(node.args[0])
+        if name == "torch.compile" and node.args:
+            return self.visit(node.args[0])
+        if _OF_PROCESS.search(name) and self.is_engine(node.func):
+            why = f"{name}() is another number on each process"
+            fix = "write what one process has: the trainer shares samples out itself"
+            return self.file.fill_in(self.frame.module.file, node, why, fix)
+        placed = any(k.arg == "device" for k in node.keywords)
+        node.keywords = [k for k in node.keywords if k.arg != "device"]
+        self.generic_visit(node)
+        if placed and self.device:
+            place = ast.parse(self.device, mode="eval").body
+            node.keywords.append(ast.keyword("device", place))
+        return node
+
+    def is_module(self, node: ast.expr) -> bool:
+        """Whether ``node.cuda`` is a part of a library (``torch.cuda``)."""
+        return isinstance(node, ast.Name) and isinstance(
+            self.lookup.find(node.id, self.frame, self.at), Imported
+        )
+
+    def is_engine(self, func: ast.expr) -> bool:
+        root = ast.unparse(func).partition(".")[0]
+        meaning = self.lookup.find(root, self.frame, self.at)
+        return isinstance(meaning, Imported)
+
+    def move(self, node: ast.expr) -> ast.AST:
+        """What was moved to a device: as it is, or, where the step makes it, to the model's."""
+        closed = self.visit(node)
+        root = root_of(node)
+        made = bool(self.device and root) and not any(root in own for own in self.own)
+        if made and isinstance(self.lookup.find(root, self.frame, self.at), Imported):
+            moved = ast.Attribute(closed, "to", ast.Load())
+            return ast.Call(moved, [ast.parse(self.device, mode="eval").body], [])
+        return closed
+
+    def leave_out_move(self, node: ast.Call) -> ast.AST | None:
+        """``x.to(device)`` without the device; None where it is all about something else."""
+        assert isinstance(node.func, ast.Attribute)
+        given = [(None, arg) for arg in node.args] + [(k.arg, k.value) for k in node.keywords]
+        dtypes = [arg for name, arg in given if _is_dtype(name, arg)]
+        if not dtypes:
+            return self.move(node.func.value)
+        low = any(ast.unparse(arg).rpartition(".")[2] in _HALVES for arg in dtypes)
+        known = all(ast.unparse(arg).startswith("torch.") for arg in dtypes)
+        if self.file.low and (low or not known):
+            return self.visit(node.func.value)
+        if low or not known:
+            why = f"{ast.unparse(node)[:60]}: a dtype of the engine, and the recipe has fp32"
+            fix = "set precision= in the recipe, and leave it out here"
+            return self.file.fill_in(self.frame.module.file, node, why, fix)
+        kept = ast.Call(node.func, dtypes[:1], [])
+        return self.generic_visit(ast.copy_location(kept, node))
+
+    # -- scopes of their own ---------------------------------------------------------------------
+
+    def visit_comprehension_of(self, node: Any) -> ast.AST:
+        names: set[str] = set()
+        for part in node.generators:
+            names |= {p.id for p in ast.walk(part.target) if isinstance(p, ast.Name)}
+        node.generators[0].iter = self.visit(node.generators[0].iter)
+        self.own.append(names)
+        for i, part in enumerate(node.generators):
+            if i:
+                part.iter = self.visit(part.iter)
+            part.ifs = [self.visit(test) for test in part.ifs]
+        for name in ("elt", "key", "value"):
+            if hasattr(node, name):
+                setattr(node, name, self.visit(getattr(node, name)))
+        self.own.pop()
+        return _same_mapping(node) or node
+
+    visit_ListComp = visit_comprehension_of  # noqa: N815
+    visit_SetComp = visit_comprehension_of  # noqa: N815
+    visit_DictComp = visit_comprehension_of  # noqa: N815
+    visit_GeneratorExp = visit_comprehension_of  # noqa: N815
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        args = node.args
+        every = (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg)
+        args.defaults = [self.visit(default) for default in args.defaults]
+        self.own.append({part.arg for part in every if part is not None})
+        node.body = self.visit(node.body)
+        self.own.pop()
+        return node
+
+    # -- statements ------------------------------------------------------------------------------
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST | None:
+        node.value = self.visit(node.value)
+        node.targets = [self.visit(target) for target in node.targets]
+        value = ast.unparse(node.value)
+        node.targets = [t for t in node.targets if ast.unparse(t) != value]
+        return node if node.targets else None
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        if node.value is None:
+            return None
+        plain = ast.copy_location(ast.Assign([node.target], node.value), node)
+        return self.visit_Assign(plain)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        closed = self.visit(node.value)
+        if isinstance(closed, ast.Name | ast.Attribute | ast.Constant):
+            return None
+        node.value = closed
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        body, orelse = self.visit_body(node.body), self.visit_body(node.orelse)
+        if not body and not orelse:
+            return None
+        node.test = self.visit(node.test)
+        node.body, node.orelse = body or [ast.Pass()], orelse
+        return node
+
+    def visit_For(self, node: ast.For) -> ast.AST | None:
+        node.iter = self.visit(node.iter)
+        node.target = self.visit(node.target)
+        node.body, node.orelse = self.visit_body(node.body), self.visit_body(node.orelse)
+        return node if node.body else None
+
+    def visit_With(self, node: ast.With) -> Any:
+        body = self.visit_body(node.body)
+        if is_transparent(node) or not body:
+            return body or None
+        node.items = [self.visit(item) for item in node.items]
+        node.body = body
+        return node
+
+    def visit_body(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        found: list[ast.stmt] = []
+        for statement in body:
+            closed = self.visit(statement)
+            if closed is not None:
+                found += closed if isinstance(closed, list) else [closed]
+        return found
+
+
+def _same_mapping(node: ast.AST) -> ast.expr | None:
+    """``batch`` for ``{k: v for k, v in batch.items()}``, of which only moves were left out."""
+    if not isinstance(node, ast.DictComp) or len(node.generators) != 1:
+        return None
+    over = node.generators[0]
+    same = f"({ast.unparse(node.key)}, {ast.unparse(node.value)})" == ast.unparse(over.target)
+    if not same or over.ifs or not isinstance(over.iter, ast.Call):
+        return None
+    func = over.iter.func
+    return func.value if isinstance(func, ast.Attribute) and func.attr == "items" else None
+
+
+def is_device(node: ast.expr) -> bool:
+    """Whether an expression names a device."""
+    return _DEVICE.search(ast.unparse(node).removesuffix("()")) is not None
+
+
+def _is_dtype(name: str | None, node: ast.expr) -> bool:
+    if name is not None:
+        return name == "dtype"
+    text = ast.unparse(node)
+    return "dtype" in text or (
+        text.startswith("torch.") and not text.startswith(("torch.device", "torch.cuda"))
+    )
+
+
+def _literal(value: Any) -> ast.expr:
+    text = repr(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        text = f"float({text!r})"
+    return ast.parse(text, mode="eval").body
+
+
+def _as(alias: ast.alias) -> str:
+    return f" as {alias.asname}" if alias.asname else ""

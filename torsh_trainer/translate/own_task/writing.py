@@ -1,0 +1,468 @@
+"""A file with a task of the user's own: his model, data and loss, imported from his script."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torsh_trainer.translate.own_task.closing import (
+    ARGUMENTS,
+    FILL_IN,
+    Closer,
+    Missing,
+    Names,
+    OwnFile,
+)
+from torsh_trainer.translate.own_task.data import FoundData, find_data
+from torsh_trainer.translate.own_task.importing import Importer
+from torsh_trainer.translate.own_task.lookup import Given, Local, Lookup, Lost, Variable
+from torsh_trainer.translate.own_task.loop import DataLoop, choose_backward, find_loop
+from torsh_trainer.translate.own_task.residue import list_late_changes, list_residue
+from torsh_trainer.translate.own_task.slicing import Slicer
+from torsh_trainer.translate.own_task.splitting import Split, inline_batch, split, undivide
+from torsh_trainer.translate.python.frames import Frame, Step
+from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
+
+TASK, DATA = "ScriptTask", "ScriptData"
+"""The classes of the file."""
+
+_OURS = ("DataSource", "Task", "Namespace", FILL_IN, ARGUMENTS, TASK, DATA)
+_OF_TASK = [
+    "data",
+    "optimizer",
+    "model",
+    "forward",
+    "loss",
+    "weight",
+    "evaluate",
+    "predict",
+    "unit",
+    "summarise",
+    "notes",
+    "build_model",
+    "build_optimizers",
+    "sample_weight",
+    "units_per_sample",
+    "running_averages",
+    "flops_per_sample",
+    "state_dict",
+]
+"""Names that a task has already."""
+
+
+@dataclass(frozen=True)
+class OwnTask:
+    """``text`` of the file; ``missing`` is what the user has to fill in; ``values`` are knobs of
+    the recipe that follow from the script; ``roots`` are folders that Python has to find."""
+
+    text: str
+    missing: tuple[Missing, ...]
+    values: Mapping[str, Any]
+    roots: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+
+
+def write_task(script: TrainingScript, *, low: bool = False) -> OwnTask:
+    """The task for a script that was read; ``low``: its recipe computes in bf16 or fp16."""
+    first = _Writing(script, low, {})
+    first.write()
+    taken = dict(first.file.names)
+    second = _Writing(script, low, taken)  # knows all imports before it names a variable
+    return second.write()
+
+
+@dataclass
+class _Parts:
+    """The bodies of the written functions."""
+
+    build: list[ast.stmt] = field(default_factory=list)
+    start: list[ast.stmt] = field(default_factory=list)
+    data: list[ast.stmt] = field(default_factory=list)
+    split: Split = field(default_factory=Split)
+
+
+class _Writing:
+    def __init__(self, script: TrainingScript, low: bool, names: Mapping[str, str]) -> None:
+        self.script = script
+        importer = Importer(script.path, script.tree, script.project)
+        self.lookup = Lookup(script, importer)
+        ours = dict.fromkeys(_OURS, "torsh_trainer")
+        self.file = OwnFile(importer, script.path.name, low, names={**names, **ours})
+        self.parts = _Parts()
+        self.notes: list[str] = []
+
+    def write(self) -> OwnTask:
+        chosen = choose_backward(self.script)
+        loop = None if chosen is None else find_loop(self.lookup, chosen[0])
+        self.write_model(loop)
+        found = FoundData()
+        if chosen is None:
+            self.miss_step(1, "no backward pass was found where reading gets to")
+        else:
+            found = find_data(self.script, self.lookup, loop, self.file)
+            if loop is None:
+                line = chosen[0].event.place.line
+                self.miss_step(line, "the backward pass stands in no loop over batches")
+            else:
+                self.write_step(chosen[0], chosen[1], loop)
+        self.write_data(found, loop)
+        values = dict(found.values)
+        if loop is not None and (epochs := self.count_epochs(loop)):
+            values["trainer.max_epochs"] = epochs
+        for name, line in self.file.unknown.items():
+            self.file.miss("", line, f"args.{name} cannot be told", "state it here")
+        return OwnTask(
+            "\n".join(self.list_lines()) + "\n",
+            tuple(self.file.missing),
+            values,
+            tuple(self.file.importer.roots),
+            tuple(self.notes),
+        )
+
+    def count_epochs(self, loop: DataLoop) -> int | None:
+        """Rounds of the loop around the loop over batches."""
+        for event in self.script.reading.all("loop.range"):
+            around = event.node in loop.passed and event.node not in (loop.node, *loop.inner)
+            if around and event.facts["count"] > 0:
+                return int(event.facts["count"])
+        return None
+
+    # -- the model -------------------------------------------------------------------------------
+
+    def write_model(self, loop: DataLoop | None) -> None:
+        models = self.script.models
+        if not models:
+            fix = "return the model: return YourModel(...)"
+            found = self.file.miss("", 1, "which model trains cannot be told by reading", fix)
+            self.parts.build = [_filling(found)]
+            return
+        chosen = models[0]
+        for other in models[1:]:
+            if self.lookup.find_root(other) != self.lookup.find_root(chosen):
+                what = f"a second model is trained: {ast.unparse(other.node)[:60]}"
+                fix = "build one module of both, and call its parts in forward; then delete this"
+                found = self.file.miss(other.file, other.place.line, what, fix)
+                self.parts.build.append(_filling(found))
+        self.parts.build += self.seed_before(chosen.frame.steps[chosen.at])
+        passed = frozenset[ast.stmt]() if loop is None else loop.passed
+
+        def inside(frame: Frame, step: Step) -> bool:
+            return loop is None or loop.is_outside(frame, step)
+
+        kept, self.lookup.models = self.lookup.models, set()  # here it is a variable
+        slicer = Slicer(self.lookup, inside, passed=passed, of_model=True)
+        pieces = slicer.gather([chosen])
+        names = Names(self.file, ["self"])
+        closer = Closer(self.file, self.lookup, names, outer={}, lost=self.why_lost(pieces.outer))
+        self.parts.build += closer.close_pieces(pieces.pieces)
+        end = closer.close_expression(chosen.node, chosen.frame, chosen.at)
+        self.parts.build.append(ast.Return(end))
+        self.lookup.models = kept
+
+    def seed_before(self, step: Step) -> list[ast.stmt]:
+        """``torch.manual_seed(N)``, where the script surely calls it before a step."""
+        chosen = None
+        for event in self.script.reading.all("seed"):
+            before = event.frame is not None and event.frame.steps[event.step].order < step.order
+            if before and not event.under and not event.loops:
+                chosen = event
+        value = None if chosen is None else chosen.facts.get("value")
+        if not isinstance(value, int):
+            return []
+        self.file.take_import("import torch", "torch", "torch")
+        return ast.parse(f"torch.manual_seed({value})").body
+
+    @staticmethod
+    def why_lost(outer: Mapping[Variable, Local | Given]) -> Any:
+        def why(variable: Variable) -> Lost | None:
+            if variable not in outer:
+                return None
+            what = f"{variable.name} is made anew in the loop"
+            return Lost(what, "write what it is here, or make it in the loss")
+
+        return why
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def miss_step(self, line: int, what: str) -> None:
+        fix = "write forward and loss"
+        found = self.file.miss("", line, what, fix)
+        self.parts.split = Split([_filling(found)], [_filling(found)])
+
+    def write_step(self, backward: Backward, others: list[Backward], loop: DataLoop) -> None:
+        frame = backward.event.frame
+        assert frame is not None
+
+        def inside(where: Frame, step: Step) -> bool:
+            return loop.holds(where, step) and not self.is_batch(step, loop)
+
+        slicer = Slicer(self.lookup, inside, passed=loop.passed)
+        loss = Written(backward.loss, frame, backward.event.step)
+        sliced = slicer.gather([loss])
+        outer = {v: m for v, m in sliced.outer.items() if not self.is_of_batch(v, m, loop)}
+        names = Names(self.file, ["self", "model"])
+        for name in _list_names(loop.target):
+            variable = Variable(id(loop.frame), name, loop.frame)
+            names.found[variable] = names.name_of(variable)
+        attributes = self.write_start(outer, loop)
+        closer = Closer(
+            self.file,
+            self.lookup,
+            names,
+            outer=attributes,
+            model="model",
+            device="next(model.parameters()).device",
+            lost=self.why_lost(outer),
+        )
+        statements = closer.close_pieces(sliced.pieces)
+        closed = closer.close_expression(loss.node, loss.frame, loss.at)
+        if self.script.divided_by != 1:
+            statements, closed, divided = undivide(statements, closed)
+            if divided != self.script.divided_by:
+                what = f"the loss is divided by {self.script.divided_by}, over its micro-batches"
+                fix = "return the mean over the batch, without that division; then delete this"
+                found = self.file.miss(frame.module.file, loss.place.line, what, fix)
+                statements.insert(0, _filling(found))
+        unpack = self.unpack(closer, loop)
+        statements, closed = inline_batch(statements, closed)
+        made = split(statements, closed, unpack)
+        if made is None:
+            self.miss_step(loss.place.line, "the loss is not computed by the model that trains")
+            return
+        self.parts.split = made
+        residue = list(list_residue(self.script, self.lookup, loop, backward, others))
+        if self.script.models:
+            chosen = self.script.models[0]
+            order = chosen.frame.steps[chosen.at].order
+            residue += list_late_changes(self.lookup, loop, backward, order)
+        told = [_filling(self.file.miss(*row)) for row in dict.fromkeys(residue)]
+        self.parts.split.loss = [*told, *self.parts.split.loss]
+
+    def is_batch(self, step: Step, loop: DataLoop) -> bool:
+        """The step that gives a batch its names."""
+        if step.node is loop.node:
+            return True
+        return isinstance(step.node, ast.Assign) and loop.target in step.node.targets
+
+    def is_of_batch(self, variable: Variable, meaning: Local | Given, loop: DataLoop) -> bool:
+        if isinstance(meaning, Given) or variable.frame is not loop.frame:
+            return False
+        step = self.lookup.find_step(meaning)
+        return step is not None and self.is_batch(step, loop)
+
+    def unpack(self, closer: Closer, loop: DataLoop) -> ast.stmt | None:
+        """``data, target = batch``."""
+        if loop.target is None:
+            return None
+        target = _rename(loop.target, closer, loop)
+        if isinstance(target, ast.Name) and target.id == "batch":
+            return None
+        return ast.Assign([target], ast.Name("batch", ast.Load()), lineno=1)
+
+    def write_start(
+        self, outer: Mapping[Variable, Local | Given], loop: DataLoop
+    ) -> dict[Variable, str]:
+        """``__init__``: what the loss needs and the script makes once; the attributes by their
+        variables."""
+        for variable in outer:
+            if self.is_carried_over(variable, loop):
+                what = f"{variable.name} is carried from one batch to the next"
+                fix = "keep it in the task, with state_dict and load_state_dict; then delete this"
+                line = _line_of(outer[variable])
+                self.parts.start.append(_filling(self.file.miss("", line, what, fix)))
+        slicer = Slicer(self.lookup, loop.is_outside, passed=loop.passed)
+        sliced = slicer.gather_variables(outer.values())
+        names = Names(self.file, ["self", "data", "optimizer"])
+        lost = self.why_lost(sliced.outer)
+        closer = Closer(self.file, self.lookup, names, outer={}, lost=lost)
+        self.parts.start += closer.close_pieces(sliced.pieces)
+        found: dict[Variable, str] = {}
+        for variable in outer:
+            if variable in sliced.outer:
+                continue  # not made before the loop: named where it is used
+            name = variable.name + ("_" if variable.name in _OF_TASK else "")
+            found[variable] = f"self.{name}"
+            made = f"self.{name} = {names.name_of(variable)}"
+            self.parts.start += ast.parse(made).body
+        return found
+
+    def is_carried_over(self, variable: Variable, loop: DataLoop) -> bool:
+        frame = variable.frame
+        if frame is None:
+            return False
+        bound = self.lookup.list_bindings(variable.name, frame, len(frame.steps))
+        return any(loop.holds(frame, frame.steps[i]) for i in bound)
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def write_data(self, found: FoundData, loop: DataLoop | None) -> None:
+        self.parts.data += [_filling(missing) for missing in found.missing]
+        wanted = {
+            "train": found.train,
+            "eval": found.evaluates,
+            "collate": found.collate or found.evaluates_collate,
+        }
+        if found.evaluates_collate and found.collate:
+            one, other = (ast.unparse(w.node) for w in (found.evaluates_collate, found.collate))
+            if one != other:
+                del wanted["eval"]
+                self.notes.append(
+                    f"no evaluation: its loader collates by {one}, training by {other}"
+                )
+        roots = {name: written for name, written in wanted.items() if written is not None}
+        if not roots or loop is None:
+            if not found.missing:
+                fix = "give the data set: self.train = YourDataset(...)"
+                missing = self.file.miss("", 1, "no data set was found", fix)
+                self.parts.data.append(_filling(missing))
+            return
+        slicer = Slicer(self.lookup, loop.is_outside, passed=loop.passed)
+        sliced = slicer.gather(roots.values())
+        closer = Closer(
+            self.file,
+            self.lookup,
+            Names(self.file, ["self"]),
+            outer={},
+            lost=self.why_lost(sliced.outer),
+        )
+        if sliced.pieces:
+            train = roots.get("train")
+            self.parts.data += (
+                [] if train is None else self.seed_before(train.frame.steps[train.at])
+            )
+        self.parts.data += closer.close_pieces(sliced.pieces)
+        for name, written in roots.items():
+            value = closer.close_expression(written.node, written.frame, written.at)
+            target = ast.parse(f"self.{name}", mode="eval").body
+            assert isinstance(target, ast.Attribute)
+            target.ctx = ast.Store()
+            self.parts.data.append(ast.Assign([target], value, lineno=1))
+
+    # -- the text --------------------------------------------------------------------------------
+
+    def list_lines(self) -> Iterator[str]:
+        file, parts = self.file, self.parts
+        name = file.script
+        yield f'"""A task of {name}: its model, data and loss, imported from there.'
+        yield ""
+        yield "Written by `python -m torsh_trainer translate`, and yours from now on."
+        if file.missing:
+            yield ""
+            yield f"What is missing is marked by {FILL_IN}(...), which stops until you replace it:"
+            yield ""
+            for missing in file.missing:
+                text = str(missing).replace("\\", "\\\\").replace('"""', "'''")
+                yield from textwrap.wrap(text, 92, initial_indent="- ", subsequent_indent="  ")
+        yield '"""'
+        yield ""
+        imports = dict(file.imports)
+        if file.arguments is not None:
+            imports["from argparse import Namespace"] = None
+        yield from sorted(imports, key=_import_order)
+        yield "" if imports else "# nothing else is imported"
+        yield "from torsh_trainer import DataSource, Task"
+        if file.missing:
+            yield from _FILLING.splitlines()
+        if file.arguments is not None:
+            yield from self.list_arguments()
+        yield from [
+            "",
+            "",
+            f"class {DATA}(DataSource):",
+            f'    """The data sets that {name} loads."""',
+        ]
+        yield from _function("__init__(self)", parts.data)
+        yield from [
+            "",
+            "",
+            f"class {TASK}(Task):",
+            f'    """The model that {name} trains, and its loss."""',
+        ]
+        yield ""
+        yield "    def __init__(self, data, optimizer):"
+        yield "        self.data, self.optimizer = data, optimizer"
+        yield from _write_body(parts.start)
+        yield from _function("build_model(self)", parts.build)
+        yield from _function("forward(self, model, batch)", parts.split.forward)
+        yield from _function("loss(self, outputs, batch)", parts.split.loss)
+
+    def list_arguments(self) -> Iterator[str]:
+        """The arguments of the script with their values."""
+        kind = "Namespace"
+        yield from ["", ""]
+        if self.file.unknown:
+            kind = "_Arguments"
+            yield "class _Arguments(Namespace):"
+            yield "    def __getattr__(self, name):"
+            yield "        if name.startswith('__'):"
+            yield "            raise AttributeError(name)"
+            yield f'        return {FILL_IN}(f"args.{{name}} cannot be told; state it here")'
+            yield from ["", ""]
+        yield f"{ARGUMENTS} = {kind}("
+        for name, value in (self.file.arguments or {}).items():
+            yield f"    {name}={_plain(value)!r},"
+        yield ")"
+        yield '"""What argparse gives the script: defaults, and the words of the launch line."""'
+
+
+_FILLING = f'''
+
+def {FILL_IN}(what):
+    """Stops where something has to be filled in."""
+    raise NotImplementedError(f"fill this in: {{what}}")
+'''
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _filling(missing: Missing) -> ast.stmt:
+    call = ast.Call(ast.Name(FILL_IN, ast.Load()), [ast.Constant(str(missing))], [])
+    return ast.fix_missing_locations(ast.Expr(call, lineno=1, col_offset=0))
+
+
+def _function(head: str, body: Sequence[ast.stmt]) -> Iterator[str]:
+    yield ""
+    yield f"    def {head}:"
+    yield from _write_body(body or [ast.Pass()])
+
+
+def _write_body(body: Sequence[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        text = ast.unparse(ast.fix_missing_locations(node))
+        yield from textwrap.indent(text, " " * 8).splitlines()
+
+
+def _import_order(line: str) -> tuple[bool, str]:
+    return (line.startswith("from"), line)
+
+
+def _list_names(target: ast.expr | None) -> list[str]:
+    if target is None:
+        return []
+    return [part.id for part in ast.walk(target) if isinstance(part, ast.Name)]
+
+
+def _rename(target: ast.expr, closer: Closer, loop: DataLoop) -> ast.expr:
+    """The target of the loop with the names that its variables have in the file."""
+    whole = copy.deepcopy(target)
+    for part in ast.walk(whole):
+        if isinstance(part, ast.Name):
+            variable = Variable(id(loop.frame), part.id, loop.frame)
+            part.id = closer.names.name_of(variable)
+        if isinstance(part, ast.Name | ast.Tuple | ast.List | ast.Starred):
+            part.ctx = ast.Store()
+    return whole
+
+
+def _line_of(meaning: Local | Given) -> int:
+    if isinstance(meaning, Given):
+        return meaning.written.place.line
+    steps = meaning.frame.steps[: meaning.at + 1]
+    return steps[-1].node.lineno if steps else 1
