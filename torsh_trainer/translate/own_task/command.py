@@ -112,7 +112,7 @@ def _shorten(folder: Path, here: Path) -> str:
     try:
         return str(folder.resolve().relative_to(here.resolve()))
     except ValueError:
-        return str(folder)
+        return str(folder.resolve())
 
 
 def list_missing(task: TaskFile) -> Iterator[str]:

@@ -368,10 +368,10 @@ def list_references(node: ast.AST) -> Iterator[ast.Name | ast.Attribute]:
 def _walk_unmoved(node: ast.AST) -> Iterator[ast.AST]:
     """Everything in it but devices that something is moved to."""
     yield node
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in ("to", "cuda"):
-            yield from _walk_unmoved(node.func)
-            return
+    func = node.func if isinstance(node, ast.Call) else None
+    if isinstance(func, ast.Attribute) and func.attr in ("to", "cuda"):
+        yield from _walk_unmoved(func)
+        return
     for part in ast.iter_child_nodes(node):
         if not (isinstance(part, ast.keyword) and part.arg == "device"):
             yield from _walk_unmoved(part)

@@ -236,9 +236,7 @@ def _list_live(statements: Sequence[ast.stmt]) -> list[str]:
     return sorted(found)
 
 
-def inline_batch(
-    statements: Sequence[ast.stmt], loss: ast.expr
-) -> tuple[list[ast.stmt], ast.expr]:
+def inline_batch(statements: Sequence[ast.stmt], loss: ast.expr) -> tuple[list[ast.stmt], ast.expr]:
     """The same without another name for the batch, as the parameter of a function is."""
     for node in statements:
         if not isinstance(node, ast.Assign) or ast.unparse(node.value) != "batch":

@@ -23,7 +23,7 @@ from torsh_trainer.translate.own_task.importing import Importer
 from torsh_trainer.translate.own_task.lookup import Given, Local, Lookup, Lost, Variable
 from torsh_trainer.translate.own_task.loop import DataLoop, choose_backward, find_loop
 from torsh_trainer.translate.own_task.residue import list_late_changes, list_residue
-from torsh_trainer.translate.own_task.slicing import Slicer
+from torsh_trainer.translate.own_task.slicing import Piece, Slicer
 from torsh_trainer.translate.own_task.splitting import Split, inline_batch, split, undivide
 from torsh_trainer.translate.python.frames import Frame, Step
 from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
@@ -148,7 +148,6 @@ class _Writing:
                 fix = "build one module of both, and call its parts in forward; then delete this"
                 found = self.file.miss(other.file, other.place.line, what, fix)
                 self.parts.build.append(_filling(found))
-        self.parts.build += self.seed_before(chosen.frame.steps[chosen.at])
         passed = frozenset[ast.stmt]() if loop is None else loop.passed
 
         def inside(frame: Frame, step: Step) -> bool:
@@ -159,23 +158,37 @@ class _Writing:
         pieces = slicer.gather([chosen])
         names = Names(self.file, ["self"])
         closer = Closer(self.file, self.lookup, names, outer={}, lost=self.why_lost(pieces.outer))
-        self.parts.build += closer.close_pieces(pieces.pieces)
+        self.parts.build += self.close_setup(closer, pieces.pieces)
         end = closer.close_expression(chosen.node, chosen.frame, chosen.at)
         self.parts.build.append(ast.Return(end))
         self.lookup.models = kept
 
-    def seed_before(self, step: Step) -> list[ast.stmt]:
-        """``torch.manual_seed(N)``, where the script surely calls it before a step."""
-        chosen = None
-        for event in self.script.reading.all("seed"):
-            before = event.frame is not None and event.frame.steps[event.step].order < step.order
-            if before and not event.under and not event.loops:
-                chosen = event
-        value = None if chosen is None else chosen.facts.get("value")
-        if not isinstance(value, int):
-            return []
-        self.file.take_import("import torch", "torch", "torch")
-        return ast.parse(f"torch.manual_seed({value})").body
+    def close_setup(self, closer: Closer, pieces: Sequence[Piece]) -> list[ast.stmt]:
+        """Statements that are done once, with the seeds of torch under which the script does
+        them."""
+        draws = any(_may_draw(piece.node) for piece in pieces)
+        seeds = self.list_seeds() if draws else []
+        found: list[ast.stmt] = []
+        before = -1.0
+        for piece in pieces:
+            passed = [value for order, value in seeds if before < order < piece.order]
+            if passed:
+                self.file.take_import("import torch", "torch", "torch")
+                found += ast.parse(f"torch.manual_seed({passed[-1]})").body
+            found += closer.close_pieces([piece])
+            before = piece.order
+        return found
+
+    def list_seeds(self) -> list[tuple[float, int]]:
+        """``torch.manual_seed(N)`` that the script surely calls: (order, N)."""
+        return [
+            (event.frame.steps[event.step].order, event.facts["value"])
+            for event in self.script.reading.all("seed")
+            if event.frame is not None
+            and not event.under
+            and not event.loops
+            and isinstance(event.facts.get("value"), int)
+        ]
 
     @staticmethod
     def why_lost(outer: Mapping[Variable, Local | Given]) -> Any:
@@ -280,7 +293,7 @@ class _Writing:
         names = Names(self.file, ["self", "data", "optimizer"])
         lost = self.why_lost(sliced.outer)
         closer = Closer(self.file, self.lookup, names, outer={}, lost=lost)
-        self.parts.start += closer.close_pieces(sliced.pieces)
+        self.parts.start += self.close_setup(closer, sliced.pieces)
         found: dict[Variable, str] = {}
         for variable in outer:
             if variable in sliced.outer:
@@ -330,12 +343,7 @@ class _Writing:
             outer={},
             lost=self.why_lost(sliced.outer),
         )
-        if sliced.pieces:
-            train = roots.get("train")
-            self.parts.data += (
-                [] if train is None else self.seed_before(train.frame.steps[train.at])
-            )
-        self.parts.data += closer.close_pieces(sliced.pieces)
+        self.parts.data += self.close_setup(closer, sliced.pieces)
         for name, written in roots.items():
             value = closer.close_expression(written.node, written.frame, written.at)
             target = ast.parse(f"self.{name}", mode="eval").body
@@ -459,6 +467,13 @@ def _rename(target: ast.expr, closer: Closer, loop: DataLoop) -> ast.expr:
         if isinstance(part, ast.Name | ast.Tuple | ast.List | ast.Starred):
             part.ctx = ast.Store()
     return whole
+
+
+def _may_draw(node: ast.stmt) -> bool:
+    """It calls something that may draw random numbers: anything but a loss of torch's."""
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    names = [ast.unparse(call.func).rpartition(".")[2] for call in calls]
+    return any(not name.endswith("Loss") and name not in ("tensor", "to") for name in names)
 
 
 def _line_of(meaning: Local | Given) -> int:

@@ -80,9 +80,7 @@ class Walk(ScriptCalls):
         except RecursionError as error:
             raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
         is_whole = self.steps <= _MOST_STEPS
-        return ScriptReading(
-            tuple(self.events), frozenset(self.used), is_whole, tuple(self.frames)
-        )
+        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole, tuple(self.frames))
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
         """A function of the script is decorated by something imported."""
