@@ -259,12 +259,12 @@ def test_data_that_cannot_be_found_are_filled_in_by_the_user(
     [
         (
             small("loss = F.cross_entropy(model(x), y)\nif torch.isnan(loss):\n    continue"),
-            "train.py:55: a batch is left out if torch.isnan(loss)",
+            "a batch is left out if torch.isnan(loss)",
         ),
-        (small(after="if i > 3:\n    break"), "train.py:56: the loop ends if i > 3"),
+        (small(after="if i > 3:\n    break"), "the loop ends if i > 3"),
         (
             small(after="for p in model.parameters():\n    p.grad.mul_(0.5)"),
-            "train.py:57: gradients are changed by hand",
+            "gradients are changed by hand",
         ),
         (small(after="model.fc1.weight.grad *= 0.5"), "gradients are changed by hand"),
         (
@@ -294,9 +294,15 @@ def test_data_that_cannot_be_found_are_filled_in_by_the_user(
                 "loss = crit(model(x), y)",
                 setup="def crit(a, b):\n    return F.cross_entropy(a, b)",
             ),
-            "crit (line 47) is defined within a function; move crit to the top level",
+            " is defined within a function; move crit to the top level",
         ),
         (small(data="make_data(len(args.path))"), "what args.path is cannot be told"),
+        (
+            small(setup="def later():\n    pass\ndata.tensors = data.tensors[:2]"),
+            "data is changed after its loader is made",
+        ),
+        (small(model="Net(args.hidden)", setup="model.to(torch.float16)"), "a dtype of the engine"),
+        (small(setup="model.half()"), "half precision by hand"),
         (small(model="Net(args.hidden).half()"), "half precision by hand, and the recipe has fp32"),
         (small("loss = F.cross_entropy(x, y)"), "the loss is not computed by the model"),
     ],
@@ -306,6 +312,58 @@ def test_what_would_change_the_result_is_named_where_it_stands(translate, projec
     assert code == 13
     assert said in printed
     assert any(said in place for place in places(text)), text
+
+
+def test_a_place_names_the_line_of_the_script(translate):
+    project = small(after="for p in model.parameters():\n    p.grad.mul_(0.5)")
+    _, _, text = translate(project, "train.py", "--world-size", "1")
+    [place] = places(text)
+    lines = project["train.py"].splitlines()
+    assert place.startswith(f"train.py:{lines.index('                p.grad.mul_(0.5)') + 1}: ")
+
+
+def test_phases_with_other_arguments_are_named(translate):
+    project = {
+        "train.py": small()["train.py"]
+        .replace("def main():", "def main(data):")
+        .replace("    data = make_data(40)\n", "")
+        .replace("    main()", "    main(make_data(40))\n    main(make_data(8))")
+    }
+    code, said, text = translate(project, "train.py", "--world-size", "1")
+    assert code == 13
+    assert "main is called again with other arguments" in said
+    assert "self.train = data" in text
+
+
+def test_a_model_that_a_function_returns_is_the_same_model(translate, losses_of, losses_of_script):
+    script = small()["train.py"]
+    start = script.index("    model = Net(")
+    end = script.index("    for epoch in")
+    batches = "    model, optimizer = prepare(args)\n    batches = iter(loader)\n"
+    script = script[:start] + batches + script[end:]
+    script = script.replace(
+        "def main():",
+        """\
+def prepare(args):
+    net = Net(args.hidden)
+    net.fc2.bias.data.zero_()
+    made = torch.optim.SGD(net.parameters(), lr=args.lr)
+    made = hvd.DistributedOptimizer(made, named_parameters=net.named_parameters())
+    return net, made
+
+
+def main():""",
+    )
+    script = script.replace(
+        "for epoch in range(2):\n        for i, (x, y) in enumerate(loader):",
+        "for epoch in range(1):\n        for i in range(5):\n            x, y = next(batches)",
+    )
+    launch = "horovodrun -np 1 python train.py --path here"
+    code, said, text = translate({"train.py": script}, "--command", launch)
+    assert code in (0, 10), said
+    assert "net.fc2.bias.data.zero_()" in text
+    expected = losses_of_script("train.py", "--path", "here")
+    assert losses_of(said) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_loss_divided_by_its_passes_is_a_mean_again(translate, losses_of, losses_of_script):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torsh_trainer.translate.own_task.effects import is_transparent, name_of, root_of
+from torsh_trainer.translate.own_task.effects import is_dtype, is_transparent, name_of, root_of
 from torsh_trainer.translate.own_task.importing import Importer
 from torsh_trainer.translate.own_task.lookup import (
     WRAPPERS,
@@ -43,6 +43,26 @@ ARGUMENTS = "arguments"
 
 _HALVES = ("half", "bfloat16", "float16")
 _DEVICE = re.compile(r"(^|[._])(device|dev|cuda|gpu|local_rank|rank)(_?\w*)$|get_accelerator")
+_OF_ENGINE = frozenset(
+    [
+        "device",
+        "local_rank",
+        "global_rank",
+        "world_size",
+        "global_steps",
+        "bfloat16_enabled",
+        "fp16_enabled",
+        "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu",
+        "train_batch_size",
+        "get_data_types",
+        "get_lr",
+        "optimizer",
+        "lr_scheduler",
+    ]
+)
+"""Attributes of an engine of DeepSpeed's that a model does not have."""
+
 _OF_PROCESS = re.compile(r"(^|\.)(rank|local_rank|size|local_size|get_rank|get_world_size)$")
 
 
@@ -122,8 +142,9 @@ class Closer(ast.NodeTransformer):
 
     ``outer`` are variables with the expressions that stand for them (``self.criterion``);
     ``model`` is the name of the model, ``device`` an expression for its device; empty where there
-    is none: then ``device=`` is left out, and the trainer moves what is made. ``lost`` says of a
-    variable why it cannot be carried.
+    is none: then ``device=`` is left out, and the trainer moves what is made. ``slices`` are
+    variables by which a batch is taken apart, which the trainer does. ``lost`` says of a variable
+    why it cannot be carried.
     """
 
     def __init__(
@@ -135,10 +156,12 @@ class Closer(ast.NodeTransformer):
         outer: Mapping[Variable, str],
         model: str = "",
         device: str = "",
+        slices: frozenset[str] = frozenset(),
         lost: Callable[[Variable], Lost | None] = lambda variable: None,
     ) -> None:
         self.file, self.lookup, self.names = file, lookup, names
         self.outer, self.model, self.device, self.lost = outer, model, device, lost
+        self.slices = slices
         self.frame: Frame
         self.at = 0
         self.own: list[set[str]] = []
@@ -256,6 +279,9 @@ class Closer(ast.NodeTransformer):
                 meaning = self.lookup.find_attribute(node, self.frame, self.at)
                 if meaning is not None:
                     return self.write(meaning, node)
+                of_engine = self.write_of_engine(node)
+                if of_engine is not None:
+                    return of_engine
             owner = self.lookup.find_value(node.value.id, self.frame, self.at)
             if not isinstance(node.ctx, ast.Load) and is_self(node.value.id, owner, self.frame):
                 variable = Variable(id(owner), node.attr)
@@ -265,6 +291,23 @@ class Closer(ast.NodeTransformer):
         closed = self.generic_visit(node)
         owner_is_model = isinstance(node.value, ast.Name) and node.value.id == self.model
         return node.value if node.attr == "module" and self.model and owner_is_model else closed
+
+    def write_of_engine(self, node: ast.Attribute) -> ast.expr | None:
+        """``engine.device`` and the like, which a module does not have; None for others."""
+        if node.attr not in _OF_ENGINE or not isinstance(node.value, ast.Name):
+            return None
+        if not isinstance(self.lookup.find(node.value.id, self.frame, self.at), Model):
+            return None
+        if node.attr == "device" and self.device:
+            return ast.parse(self.device, mode="eval").body
+        why = f"{ast.unparse(node)} is the engine's own"
+        return self.file.fill_in(self.frame.module.file, node, why, "write what it is")
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        lower = node.slice.lower if isinstance(node.slice, ast.Slice) else None
+        if isinstance(lower, ast.Name) and lower.id in self.slices:
+            return self.visit(node.value)
+        return self.generic_visit(node)
 
     # -- devices, dtypes, engines ----------------------------------------------------------------
 
@@ -444,10 +487,7 @@ def is_device(node: ast.expr) -> bool:
 def _is_dtype(name: str | None, node: ast.expr) -> bool:
     if name is not None:
         return name == "dtype"
-    text = ast.unparse(node)
-    return "dtype" in text or (
-        text.startswith("torch.") and not text.startswith(("torch.device", "torch.cuda"))
-    )
+    return is_dtype(node)
 
 
 def _literal(value: Any) -> ast.expr:

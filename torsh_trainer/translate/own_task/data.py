@@ -81,6 +81,18 @@ def _given(call: ast.Call, lookup: Lookup, at: Written) -> Mapping[str, ast.expr
     return found
 
 
+def known_value(lookup: Lookup, node: ast.expr, at: Written) -> Any:
+    """The constant that an expression stands for; None where that cannot be told."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    meaning: Any = None
+    if isinstance(node, ast.Name):
+        meaning = lookup.find(node.id, at.frame, at.at)
+    elif isinstance(node, ast.Attribute):
+        meaning = lookup.find_attribute(node, at.frame, at.at)
+    return meaning.value if isinstance(meaning, Constant) else None
+
+
 def read_loader(
     call: ast.Call, at: Written, lookup: Lookup, file: OwnFile, found: FoundData
 ) -> None:
@@ -93,21 +105,17 @@ def read_loader(
         return None if node is None or empty else Written(node, at.frame, at.at)
 
     def known(name: str) -> Any:
-        node = given.get(name)
-        if isinstance(node, ast.Constant):
-            return node.value
-        meaning: Any = None
-        if isinstance(node, ast.Name):
-            meaning = lookup.find(node.id, at.frame, at.at)
-        elif isinstance(node, ast.Attribute):
-            meaning = lookup.find_attribute(node, at.frame, at.at)
-        return meaning.value if isinstance(meaning, Constant) else None
+        return known_value(lookup, given[name], at) if name in given else None
 
     found.train, found.collate = written("dataset"), written("collate_fn")
     if is_number(known("batch_size")):
         found.values["data.micro_batch_size"] = known("batch_size")
-    if known("drop_last") is True:
-        found.values["data.drop_last"] = True
+    if isinstance(known("drop_last"), bool):
+        found.values["data.drop_last"] = known("drop_last")
+    elif "drop_last" in given:
+        what = f"drop_last={ast.unparse(given['drop_last'])[:60]} cannot be told"
+        fix = "set data.drop_last in the recipe, and delete this line"
+        found.missing.append(file.miss(at.file, call.lineno, what, fix))
     if (batches := written("batch_sampler")) is not None:
         what = "batch_sampler= makes batches of its own"
         fix = "set data.batch_size in the recipe, and order the data set; then delete this line"
@@ -130,8 +138,13 @@ def _read_sampler(sampler: Written, lookup: Lookup, file: OwnFile, found: FoundD
     kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
     if kind == "DistributedSampler" and isinstance(made, ast.Call):
         said = next((k.value for k in made.keywords if k.arg == "shuffle"), None)
-        in_order = isinstance(said, ast.Constant) and said.value is False
-        found.values["data.shuffle"] = not in_order
+        known = None if said is None else known_value(lookup, said, sampler)
+        if said is None or isinstance(known, bool):
+            found.values["data.shuffle"] = said is None or bool(known)
+        else:
+            what = f"shuffle={ast.unparse(said)[:60]} cannot be told"
+            fix = "set data.shuffle in the recipe, and delete this line"
+            found.missing.append(file.miss(sampler.file, said.lineno, what, fix))
     elif kind in _ORDERS:
         found.values["data.shuffle"] = _ORDERS[kind]
     else:

@@ -143,6 +143,8 @@ def _is_call_for_effect(call: ast.Call, name: str, of_model: bool) -> bool:
         chained = isinstance(func.value, ast.Call) and _is_changing_call(func.value, name)
         if of_model and func.attr in _MODES:
             return chained
+        if func.attr == "to":
+            return chained or has_dtype(call)
         return chained or func.attr not in _QUIET_METHODS
     handed = any(root_of(arg) == name for arg in [*call.args, *(k.value for k in call.keywords)])
     if not handed:
@@ -156,6 +158,20 @@ def _is_changing_call(call: ast.Call, name: str) -> bool:
     if not isinstance(func, ast.Attribute) or root_of(func) != name:
         return False
     return _CHANGING.search(func.attr) is not None and func.attr not in _QUIET_METHODS
+
+
+def has_dtype(call: ast.Call) -> bool:
+    """Whether ``x.to(...)`` changes the dtype."""
+    named = any(keyword.arg == "dtype" for keyword in call.keywords)
+    return named or any(is_dtype(arg) for arg in call.args)
+
+
+def is_dtype(node: ast.expr) -> bool:
+    """Whether an expression names a dtype: ``torch.float16``, ``args.dtype``."""
+    text = ast.unparse(node)
+    return "dtype" in text or (
+        text.startswith("torch.") and not text.startswith(("torch.device", "torch.cuda"))
+    )
 
 
 def root_of(node: ast.expr) -> str:

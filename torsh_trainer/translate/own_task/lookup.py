@@ -112,10 +112,26 @@ class Lookup:
     def __init__(self, script: TrainingScript, importer: Importer) -> None:
         self.script, self.importer = script, importer
         self.models: set[Variable] = set()
+        self.values: list[Any] = []
         for written in script.models[:1]:
             found = self.find_root(written)
             if found is not None:
                 self.models.add(found)
+                self.values += self.list_values(found)
+
+    def list_values(self, variable: Variable) -> list[Any]:
+        """What the walk has for a variable: the same object is the same model, whatever its name,
+        as one that a function of the script returns."""
+        if variable.frame is None:
+            return []
+        found = [step.values.get(variable.name) for step in variable.frame.steps]
+        return [value for value in found if isinstance(value, Thing | Unknown)]
+
+    def is_value_of_model(self, value: Any) -> bool:
+        """Whether a value is the model that trains, or the engine around it."""
+        if isinstance(value, Thing) and value.kind == ENGINE:
+            return True
+        return bool(self.models) and any(value is known for known in self.values)
 
     # -- places ----------------------------------------------------------------------------------
 
@@ -157,7 +173,7 @@ class Lookup:
     def find_bound(self, name: str, frame: Frame, at: int, step: Step) -> Meaning:
         variable = Variable(id(frame), name, frame)
         value = step.values.get(name)
-        if isinstance(value, Thing) and value.kind == ENGINE:
+        if self.is_value_of_model(value):
             return Model()
         if variable in self.models or self.is_model(step, frame):
             return Model()
@@ -196,7 +212,7 @@ class Lookup:
         """A parameter by what the call gave."""
         assert frame.node is not None
         value = frame.arguments.get(name)
-        if isinstance(value, Thing) and value.kind == ENGINE:
+        if self.is_value_of_model(value):
             return Model()
         if isinstance(value, Thing) and value.kind == "arguments":
             return Arguments(value)
@@ -232,7 +248,7 @@ class Lookup:
         if not is_self(node.value.id, owner, frame):
             return None
         value = owner.facts.get(node.attr)
-        if isinstance(value, Thing) and value.kind == ENGINE:
+        if self.is_value_of_model(value):
             return Model()
         if Variable(id(owner), node.attr) in self.models:
             return Model()

@@ -34,6 +34,19 @@ class DataLoop:
     passed: frozenset[ast.stmt]
     below: frozenset[Frame]
 
+    @property
+    def slices(self) -> frozenset[str]:
+        """Variables of inner loops that take a batch apart: ``for i in range(0, len(x), size)``."""
+        return frozenset(
+            node.target.id
+            for node in self.inner
+            if isinstance(node, ast.For)
+            and isinstance(node.target, ast.Name)
+            and isinstance(node.iter, ast.Call)
+            and ast.unparse(node.iter.func) == "range"
+            and len(node.iter.args) == 3
+        )
+
     def holds(self, frame: Frame, step: Step) -> bool:
         """Whether a step happens anew for every batch."""
         return frame in self.below or (frame is self.frame and self.node in step.within)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from torsh_trainer.translate.own_task.effects import changes, is_quiet, name_of, root_of
 from torsh_trainer.translate.own_task.lookup import Lookup, Model
 from torsh_trainer.translate.own_task.loop import LOOPS, DataLoop
-from torsh_trainer.translate.python.frames import Frame
-from torsh_trainer.translate.python.training import Backward, TrainingScript
+from torsh_trainer.translate.python.frames import Frame, list_bound
+from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
 
 Residue = tuple[str, int, str, str]
 """A file, a line, what happens there, and what to do."""
@@ -36,9 +36,13 @@ def list_residue(
         else:
             what, fix = "another loop that trains", "write a task for it, too"
         yield where, other.event.place.line, what, fix
+    yield from _list_other_calls(script, loop)
     for holder, body in _list_bodies(frame, loop):
         yield from _of_body(script, holder, body)
     for node in loop.inner:
+        target = getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id in loop.slices:
+            continue  # its rounds are micro-batches
         words = ast.unparse(node).splitlines()[0][:60]
         fix = "make its rounds micro-batches: trainer.accumulate"
         yield loop.frame.module.file, node.lineno, f"a loop within the step: {words}", fix
@@ -47,6 +51,37 @@ def list_residue(
             what = f"this trains only if {ast.unparse(node.test)[:60]}, which cannot be told"
             fix = "see that it holds, and delete this line"
             yield frame.module.file, node.lineno, what, fix
+
+
+def _list_other_calls(script: TrainingScript, loop: DataLoop) -> Iterator[Residue]:
+    """Calls of the function of the loop with other arguments than those that were followed."""
+    own = {name: ast.unparse(node) for name, node in loop.frame.given.items()}
+    for frame in script.reading.frames:
+        if frame.node is None or frame.node is not loop.frame.node or frame is loop.frame:
+            continue
+        other = {name: ast.unparse(node) for name, node in frame.given.items()}
+        if frame.caller is None or other == own:
+            continue
+        line = frame.caller.steps[frame.called_at].node.lineno
+        what = f"{frame.node.name} is called again with other arguments"
+        fix = "write a task for this call, too; then delete this line"
+        yield frame.caller.module.file, line, what, fix
+
+
+def list_changes_of_data(lookup: Lookup, loop: DataLoop, data: Written | None) -> Iterator[Residue]:
+    """What changes a data set after its loader is made, and before the loop."""
+    if data is None or not isinstance(data.node, ast.Name):
+        return
+    name, frame = data.node.id, data.frame
+    if not lookup.list_bindings(name, frame, data.at):
+        return
+    for step in frame.steps[data.at + 1 :]:
+        if name in list_bound(step.node):
+            return
+        if loop.is_outside(frame, step) and changes(step.node, name):
+            what = f"{name} is changed after its loader is made"
+            fix = "change it before that, or in the data source; then delete this line"
+            yield frame.module.file, step.node.lineno, what, fix
 
 
 def _list_bodies(frame: Frame, loop: DataLoop) -> Iterator[tuple[Frame, ast.AST]]:

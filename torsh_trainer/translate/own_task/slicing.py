@@ -147,7 +147,7 @@ class Slicer:
             return
         self.done.add((local.variable, local.at))
         last = self.lookup.find_step(local)
-        if last is None or not self.inside(local.frame, last):
+        if last is None or last.node in self.passed or not self.inside(local.frame, last):
             self.outer.setdefault(local.variable, local)
             return
         if local.variable.frame is None:

@@ -260,23 +260,26 @@ class _Renaming(ast.NodeTransformer):
         return ast.Name("batch", node.ctx) if node.id == self.name else node
 
 
-class _Undividing(ast.NodeTransformer):
-    def __init__(self) -> None:
-        self.divided = 1.0
+class _Undividing:
+    def __init__(self, stated: float) -> None:
+        self.divided, self.stated, self.unknown = 1.0, stated, 0
 
     def take(self, node: ast.expr) -> bool:
         value = node.value if isinstance(node, ast.Constant) else None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value:
-            return False
-        self.divided *= value
+        if isinstance(value, int | float) and not isinstance(value, bool) and value:
+            self.divided *= value
+        else:  # one number that cannot be told is the one that is known of all
+            self.unknown += 1
+            self.divided = self.stated if self.unknown == 1 and self.divided == 1 else 0.0
         return True
 
 
 def undivide(
-    statements: Sequence[ast.stmt], loss: ast.expr
+    statements: Sequence[ast.stmt], loss: ast.expr, stated: float
 ) -> tuple[list[ast.stmt], ast.expr, float]:
-    """The same without divisions of the loss by numbers, and their product."""
-    taking, kept = _Undividing(), list[ast.stmt]()
+    """The same without divisions of the loss by numbers, and their product, which is to be
+    ``stated``."""
+    taking, kept = _Undividing(stated), list[ast.stmt]()
     wanted = _loads(loss)
     for node in statements:
         match node:

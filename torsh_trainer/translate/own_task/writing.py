@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,11 @@ from torsh_trainer.translate.own_task.data import FoundData, find_data
 from torsh_trainer.translate.own_task.importing import Importer
 from torsh_trainer.translate.own_task.lookup import Given, Local, Lookup, Lost, Variable
 from torsh_trainer.translate.own_task.loop import DataLoop, choose_backward, find_loop
-from torsh_trainer.translate.own_task.residue import list_late_changes, list_residue
+from torsh_trainer.translate.own_task.residue import (
+    list_changes_of_data,
+    list_late_changes,
+    list_residue,
+)
 from torsh_trainer.translate.own_task.slicing import Piece, Slicer
 from torsh_trainer.translate.own_task.splitting import Split, inline_batch, split, undivide
 from torsh_trainer.translate.python.frames import Frame, Step
@@ -222,7 +227,7 @@ class _Writing:
         for name in _list_names(loop.target):
             variable = Variable(id(loop.frame), name, loop.frame)
             names.found[variable] = names.name_of(variable)
-        attributes = self.write_start(outer, loop)
+        attributes = self.name_attributes(outer, loop)
         closer = Closer(
             self.file,
             self.lookup,
@@ -230,17 +235,25 @@ class _Writing:
             outer=attributes,
             model="model",
             device="next(model.parameters()).device",
+            slices=loop.slices,
             lost=self.why_lost(outer),
         )
         statements = closer.close_pieces(sliced.pieces)
         closed = closer.close_expression(loss.node, loss.frame, loss.at)
         if self.script.divided_by != 1:
-            statements, closed, divided = undivide(statements, closed)
+            statements, closed, divided = undivide(statements, closed, self.script.divided_by)
             if divided != self.script.divided_by:
                 what = f"the loss is divided by {self.script.divided_by}, over its micro-batches"
                 fix = "return the mean over the batch, without that division; then delete this"
                 found = self.file.miss(frame.module.file, loss.place.line, what, fix)
                 statements.insert(0, _filling(found))
+        said = ast.unparse(ast.Module([*statements, ast.Expr(closed)], []))
+        used = {
+            variable: outer[variable]
+            for variable, name in attributes.items()
+            if re.search(rf"{name}\b", said)
+        }
+        self.write_start(used, attributes, loop)
         unpack = self.unpack(closer, loop)
         statements, closed = inline_batch(statements, closed)
         made = split(statements, closed, unpack)
@@ -277,11 +290,25 @@ class _Writing:
             return None
         return ast.Assign([target], ast.Name("batch", ast.Load()), lineno=1)
 
-    def write_start(
+    def name_attributes(
         self, outer: Mapping[Variable, Local | Given], loop: DataLoop
     ) -> dict[Variable, str]:
-        """``__init__``: what the loss needs and the script makes once; the attributes by their
-        variables."""
+        """What the task calls variables that the script makes once, before the loop."""
+        slicer = Slicer(self.lookup, loop.is_outside, passed=loop.passed)
+        left = slicer.gather_variables(outer.values()).outer
+        return {
+            variable: f"self.{variable.name}" + ("_" if variable.name in _OF_TASK else "")
+            for variable in outer
+            if variable not in left
+        }
+
+    def write_start(
+        self,
+        outer: Mapping[Variable, Local | Given],
+        attributes: Mapping[Variable, str],
+        loop: DataLoop,
+    ) -> None:
+        """``__init__``: makes what the loss needs, and keeps it."""
         for variable in outer:
             if self.is_carried_over(variable, loop):
                 what = f"{variable.name} is carried from one batch to the next"
@@ -294,15 +321,9 @@ class _Writing:
         lost = self.why_lost(sliced.outer)
         closer = Closer(self.file, self.lookup, names, outer={}, lost=lost)
         self.parts.start += self.close_setup(closer, sliced.pieces)
-        found: dict[Variable, str] = {}
         for variable in outer:
-            if variable in sliced.outer:
-                continue  # not made before the loop: named where it is used
-            name = variable.name + ("_" if variable.name in _OF_TASK else "")
-            found[variable] = f"self.{name}"
-            made = f"self.{name} = {names.name_of(variable)}"
+            made = f"{attributes[variable]} = {names.name_of(variable)}"
             self.parts.start += ast.parse(made).body
-        return found
 
     def is_carried_over(self, variable: Variable, loop: DataLoop) -> bool:
         frame = variable.frame
@@ -334,6 +355,8 @@ class _Writing:
                 missing = self.file.miss("", 1, "no data set was found", fix)
                 self.parts.data.append(_filling(missing))
             return
+        for row in list_changes_of_data(self.lookup, loop, found.train):
+            self.parts.data.append(_filling(self.file.miss(*row)))
         slicer = Slicer(self.lookup, loop.is_outside, passed=loop.passed)
         sliced = slicer.gather(roots.values())
         closer = Closer(
