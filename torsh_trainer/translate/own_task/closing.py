@@ -9,135 +9,31 @@ from __future__ import annotations
 import ast
 import copy
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torsh_trainer.translate.own_task.effects import is_dtype, is_transparent, name_of, root_of
-from torsh_trainer.translate.own_task.importing import Importer
-from torsh_trainer.translate.own_task.lookup import (
-    WRAPPERS,
+from torsh_trainer.translate.own_task.detaching import Detaching
+from torsh_trainer.translate.own_task.effects import is_transparent
+from torsh_trainer.translate.own_task.lookup import is_self
+from torsh_trainer.translate.own_task.meanings import (
     Arguments,
     Constant,
     Given,
     Imported,
     Local,
-    Lookup,
     Lost,
     Meaning,
     Model,
     Own,
     Variable,
-    is_self,
 )
+from torsh_trainer.translate.own_task.own_file import ARGUMENTS
 from torsh_trainer.translate.own_task.slicing import Piece
 from torsh_trainer.translate.python.frames import Frame
 from torsh_trainer.translate.python.values import is_plain
 
-FILL_IN = "fill_in"
-"""The function of the written file that names what is missing."""
 
-ARGUMENTS = "arguments"
-"""The name of the script's arguments in the written file."""
-
-_HALVES = ("half", "bfloat16", "float16")
-_DEVICE = re.compile(r"(^|[._])(device|dev|cuda|gpu|local_rank|rank)(_?\w*)$|get_accelerator")
-_OF_ENGINE = frozenset(
-    [
-        "device",
-        "local_rank",
-        "global_rank",
-        "world_size",
-        "global_steps",
-        "bfloat16_enabled",
-        "fp16_enabled",
-        "gradient_accumulation_steps",
-        "train_micro_batch_size_per_gpu",
-        "train_batch_size",
-        "get_data_types",
-        "get_lr",
-        "optimizer",
-        "lr_scheduler",
-    ]
-)
-"""Attributes of an engine of DeepSpeed's that a model does not have."""
-
-_OF_PROCESS = re.compile(r"(^|\.)(rank|local_rank|size|local_size|get_rank|get_world_size)$")
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Something that the user has to fill in: where the script has it, what, and what to do."""
-
-    file: str
-    line: int
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.what}; {self.fix}"
-
-
-@dataclass
-class OwnFile:
-    """The file that is being written: its imports, constants, and what is missing.
-
-    ``script`` is the name of the script for places; ``low``: the recipe computes in bf16 or fp16.
-    """
-
-    importer: Importer
-    script: str
-    low: bool = False
-    imports: dict[str, None] = field(default_factory=dict)
-    names: dict[str, str] = field(default_factory=dict)
-    arguments: dict[str, Any] | None = None
-    unknown: dict[str, int] = field(default_factory=dict)
-    missing: dict[Missing, None] = field(default_factory=dict)
-
-    def miss(self, file: str, line: int, what: str, fix: str) -> Missing:
-        """Enters what is missing."""
-        found = Missing(file or self.script, line, what, fix)
-        self.missing[found] = None
-        return found
-
-    def fill_in(self, file: str, node: ast.AST, what: str, fix: str) -> ast.expr:
-        """A call that names what is missing."""
-        found = self.miss(file, getattr(node, "lineno", 1), what, fix)
-        call = ast.Call(ast.Name(FILL_IN, ast.Load()), [ast.Constant(str(found))], [])
-        return ast.fix_missing_locations(ast.copy_location(call, node))
-
-    def take_import(self, line: str, name: str, root: str) -> str:
-        """Enters an import, and gives the name that it has here."""
-        taken = self.names.setdefault(name, root)
-        if taken == root:
-            self.imports[line] = None
-            return name
-        other = f"{name}_2"
-        self.names.setdefault(other, root)
-        self.imports[re.sub(r"( as \w+)?$", f" as {other}", line)] = None
-        return other
-
-
-class Names:
-    """Names of variables in one function of the written file, none of them twice."""
-
-    def __init__(self, file: OwnFile, reserved: Iterable[str] = ()) -> None:
-        self.file, self.reserved = file, set(reserved)
-        self.found: dict[Variable, str] = {}
-
-    def name_of(self, variable: Variable) -> str:
-        """The name that a variable has there."""
-        if variable not in self.found:
-            taken = {*self.found.values(), *self.reserved}
-            name, number = variable.name, 2
-            while name in taken or (name in self.file.names):
-                name, number = f"{variable.name}_{number}", number + 1
-            self.found[variable] = name
-        return self.found[variable]
-
-
-class Closer(ast.NodeTransformer):
+class Closer(Detaching, ast.NodeTransformer):
     """Transforms what is seen from step ``at`` of ``frame``.
 
     ``outer`` are variables with the expressions that stand for them (``self.criterion``);
@@ -146,25 +42,6 @@ class Closer(ast.NodeTransformer):
     variables by which a batch is taken apart, which the trainer does. ``lost`` says of a variable
     why it cannot be carried.
     """
-
-    def __init__(
-        self,
-        file: OwnFile,
-        lookup: Lookup,
-        names: Names,
-        *,
-        outer: Mapping[Variable, str],
-        model: str = "",
-        device: str = "",
-        slices: frozenset[str] = frozenset(),
-        lost: Callable[[Variable], Lost | None] = lambda variable: None,
-    ) -> None:
-        self.file, self.lookup, self.names = file, lookup, names
-        self.outer, self.model, self.device, self.lost = outer, model, device, lost
-        self.slices = slices
-        self.frame: Frame
-        self.at = 0
-        self.own: list[set[str]] = []
 
     def close_expression(self, node: ast.expr, frame: Frame, at: int) -> ast.expr:
         """An expression, as it can stand in the file."""
@@ -218,6 +95,12 @@ class Closer(ast.NodeTransformer):
             case Arguments(thing):
                 self.take_arguments(thing.facts, node)
                 return ast.Name(ARGUMENTS, ast.Load())
+            case Given(variable, written) if variable.frame is None:
+                kept = self.frame, self.at
+                self.frame, self.at = written.frame, written.at
+                closed: ast.expr = self.visit(copy.deepcopy(written.node))
+                self.frame, self.at = kept
+                return closed
             case Local(variable) | Given(variable):
                 if variable in self.outer:
                     return ast.parse(self.outer[variable], mode="eval").body
@@ -291,96 +174,6 @@ class Closer(ast.NodeTransformer):
         closed = self.generic_visit(node)
         owner_is_model = isinstance(node.value, ast.Name) and node.value.id == self.model
         return node.value if node.attr == "module" and self.model and owner_is_model else closed
-
-    def write_of_engine(self, node: ast.Attribute) -> ast.expr | None:
-        """``engine.device`` and the like, which a module does not have; None for others."""
-        if node.attr not in _OF_ENGINE or not isinstance(node.value, ast.Name):
-            return None
-        if not isinstance(self.lookup.find(node.value.id, self.frame, self.at), Model):
-            return None
-        if node.attr == "device" and self.device:
-            return ast.parse(self.device, mode="eval").body
-        why = f"{ast.unparse(node)} is the engine's own"
-        return self.file.fill_in(self.frame.module.file, node, why, "write what it is")
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        lower = node.slice.lower if isinstance(node.slice, ast.Slice) else None
-        if isinstance(lower, ast.Name) and lower.id in self.slices:
-            return self.visit(node.value)
-        return self.generic_visit(node)
-
-    # -- devices, dtypes, engines ----------------------------------------------------------------
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        name = name_of(node)
-        last = name.rpartition(".")[2]
-        if isinstance(node.func, ast.Attribute):
-            if last in ("cuda", "cpu") and not self.is_module(node.func.value):
-                return self.move(node.func.value)
-            if last in _HALVES and not node.args and self.file.low:
-                return self.visit(node.func.value)
-            if last in _HALVES and not node.args:
-                why = f"{ast.unparse(node)[:60]}: half precision by hand, and the recipe has fp32"
-                fix = "set precision= in the recipe, and leave it out here"
-                return self.file.fill_in(self.frame.module.file, node, why, fix)
-            if last == "to":
-                moved = self.leave_out_move(node)
-                if moved is not None:
-                    return moved
-        if last in WRAPPERS and node.args and last != "compile":
-            return self.visit(node.args[0])
-        if name == "torch.compile" and node.args:
-            return self.visit(node.args[0])
-        if _OF_PROCESS.search(name) and self.is_engine(node.func):
-            why = f"{name}() is another number on each process"
-            fix = "write what one process has: the trainer shares samples out itself"
-            return self.file.fill_in(self.frame.module.file, node, why, fix)
-        placed = any(k.arg == "device" for k in node.keywords)
-        node.keywords = [k for k in node.keywords if k.arg != "device"]
-        self.generic_visit(node)
-        if placed and self.device:
-            place = ast.parse(self.device, mode="eval").body
-            node.keywords.append(ast.keyword("device", place))
-        return node
-
-    def is_module(self, node: ast.expr) -> bool:
-        """Whether ``node.cuda`` is a part of a library (``torch.cuda``)."""
-        return isinstance(node, ast.Name) and isinstance(
-            self.lookup.find(node.id, self.frame, self.at), Imported
-        )
-
-    def is_engine(self, func: ast.expr) -> bool:
-        root = ast.unparse(func).partition(".")[0]
-        meaning = self.lookup.find(root, self.frame, self.at)
-        return isinstance(meaning, Imported)
-
-    def move(self, node: ast.expr) -> ast.AST:
-        """What was moved to a device: as it is, or, where the step makes it, to the model's."""
-        closed = self.visit(node)
-        root = root_of(node)
-        made = bool(self.device and root) and not any(root in own for own in self.own)
-        if made and isinstance(self.lookup.find(root, self.frame, self.at), Imported):
-            moved = ast.Attribute(closed, "to", ast.Load())
-            return ast.Call(moved, [ast.parse(self.device, mode="eval").body], [])
-        return closed
-
-    def leave_out_move(self, node: ast.Call) -> ast.AST | None:
-        """``x.to(device)`` without the device; None where it is all about something else."""
-        assert isinstance(node.func, ast.Attribute)
-        given = [(None, arg) for arg in node.args] + [(k.arg, k.value) for k in node.keywords]
-        dtypes = [arg for name, arg in given if _is_dtype(name, arg)]
-        if not dtypes:
-            return self.move(node.func.value)
-        low = any(ast.unparse(arg).rpartition(".")[2] in _HALVES for arg in dtypes)
-        known = all(ast.unparse(arg).startswith("torch.") for arg in dtypes)
-        if self.file.low and (low or not known):
-            return self.visit(node.func.value)
-        if low or not known:
-            why = f"{ast.unparse(node)[:60]}: a dtype of the engine, and the recipe has fp32"
-            fix = "set precision= in the recipe, and leave it out here"
-            return self.file.fill_in(self.frame.module.file, node, why, fix)
-        kept = ast.Call(node.func, dtypes[:1], [])
-        return self.generic_visit(ast.copy_location(kept, node))
 
     # -- scopes of their own ---------------------------------------------------------------------
 
@@ -477,17 +270,6 @@ def _same_mapping(node: ast.AST) -> ast.expr | None:
         return None
     func = over.iter.func
     return func.value if isinstance(func, ast.Attribute) and func.attr == "items" else None
-
-
-def is_device(node: ast.expr) -> bool:
-    """Whether an expression names a device."""
-    return _DEVICE.search(ast.unparse(node).removesuffix("()")) is not None
-
-
-def _is_dtype(name: str | None, node: ast.expr) -> bool:
-    if name is not None:
-        return name == "dtype"
-    return is_dtype(node)
 
 
 def _literal(value: Any) -> ast.expr:

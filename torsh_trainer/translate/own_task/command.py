@@ -9,7 +9,8 @@ from pathlib import Path
 from shlex import quote
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.translate.own_task.writing import DATA, TASK, OwnTask, write_task
+from torsh_trainer.translate.own_task.text import DATA, TASK
+from torsh_trainer.translate.own_task.writing import OwnTask, write_task
 from torsh_trainer.translate.plan import RECIPE, Plan
 
 _TAKEN = frozenset(["torch", "numpy", "torsh_trainer", "deepspeed", "horovod", "transformers"])

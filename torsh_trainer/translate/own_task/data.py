@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torsh_trainer.translate.own_task.closing import Missing, OwnFile
-from torsh_trainer.translate.own_task.lookup import Constant, Lookup, Model
+from torsh_trainer.translate.own_task.lookup import Lookup
 from torsh_trainer.translate.own_task.loop import DataLoop, list_data_loops, resolve, value_of
+from torsh_trainer.translate.own_task.meanings import Constant, Model
+from torsh_trainer.translate.own_task.own_file import Missing, OwnFile
 from torsh_trainer.translate.python.frames import Frame
 from torsh_trainer.translate.python.training import ENGINE, TrainingScript, Written
 from torsh_trainer.translate.python.values import Thing, is_number

@@ -5,10 +5,22 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_trainer.translate.own_task.importing import Importer
+from torsh_trainer.translate.own_task.meanings import (
+    Arguments,
+    Builtin,
+    Constant,
+    Given,
+    Imported,
+    Local,
+    Lost,
+    Meaning,
+    Model,
+    Own,
+    Variable,
+)
 from torsh_trainer.translate.python.frames import Frame, Step, list_bound
 from torsh_trainer.translate.python.training import ENGINE, TrainingScript, Written
 from torsh_trainer.translate.python.values import (
@@ -25,84 +37,6 @@ WRAPPERS = ("DistributedDataParallel", "DataParallel", "compile", "DDP")
 """Last words of calls around a model that leave it the same model."""
 
 MOVES = ("cuda", "to", "cpu", "train", "eval", "half", "bfloat16", "float")
-
-
-@dataclass(frozen=True)
-class Variable:
-    """A name in one frame, or an attribute of one object."""
-
-    owner: int
-    name: str
-    frame: Frame | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """A value that is written as it is."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A name that import statements bind: those of the frame that has them."""
-
-    steps: tuple[Step, ...]
-    name: str
-
-
-@dataclass(frozen=True)
-class Own:
-    """Something at the top level of a module of the user's: ``attribute`` of ``file``; the module
-    itself where ``attribute`` is empty."""
-
-    file: str
-    attribute: str
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The namespace of argparse."""
-
-    thing: Thing = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model that is trained, or the engine around it."""
-
-
-@dataclass(frozen=True)
-class Local:
-    """A variable of the script: made by the steps of ``frame`` before ``at``."""
-
-    variable: Variable
-    frame: Frame
-    at: int
-
-
-@dataclass(frozen=True)
-class Given:
-    """A parameter: ``written`` is the expression of the call."""
-
-    variable: Variable
-    written: Written
-
-
-@dataclass(frozen=True)
-class Builtin:
-    """A name of Python's own."""
-
-
-@dataclass(frozen=True)
-class Lost:
-    """What reading cannot carry: ``why``, and what to do."""
-
-    why: str
-    fix: str
-
-
-Meaning = Constant | Imported | Own | Arguments | Model | Local | Given | Builtin | Lost
 
 
 class Lookup:
@@ -243,6 +177,9 @@ class Lookup:
             value = owner.facts.get(node.attr)
             if node.attr in owner.facts and is_plain(value):
                 return Constant(value)
+            made = self.find_argument(owner, node.attr)
+            if made is not None:
+                return Given(Variable(id(owner), node.attr), made)
             why = f"what {ast.unparse(node)} is cannot be told"
             return Lost(why, "state it, as your launch line does")
         if not is_self(node.value.id, owner, frame):
@@ -261,6 +198,22 @@ class Lookup:
             return None
         made, step = origins[-1]
         return Local(Variable(id(owner), node.attr), made, step)
+
+    def find_argument(self, arguments: Thing, name: str) -> Written | None:
+        """The expression of an argument that is no constant: what the script assigns to it, or its
+        default; None where it has to be given."""
+        origins = arguments.origins.get(name, [])
+        if origins:
+            frame, at = origins[-1]
+            node = frame.steps[at].node
+            plain = isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Tuple)
+            return Written(node.value, frame, at) if plain else None
+        value = arguments.facts.get(name)
+        top = self.script.reading.frames[0] if self.script.reading.frames else None
+        if not isinstance(value, Unknown) or not isinstance(value.of, ast.expr) or top is None:
+            return None
+        steps = [i for i, step in enumerate(top.steps) if not step.within]
+        return Written(value.of, top, steps[-1]) if steps else None
 
     def find_value(self, name: str, frame: Frame, at: int) -> Any:
         """The value that the walk has for a name; None where it has none."""

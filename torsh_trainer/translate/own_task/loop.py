@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torsh_trainer.translate.own_task.lookup import Given, Local, Lookup
+from torsh_trainer.translate.own_task.lookup import Lookup
+from torsh_trainer.translate.own_task.meanings import Given, Local
 from torsh_trainer.translate.python.events import ScriptReading
 from torsh_trainer.translate.python.frames import Frame, Step
 from torsh_trainer.translate.python.training import Backward, TrainingScript, Written

@@ -6,8 +6,9 @@ import ast
 from collections.abc import Iterator
 
 from torsh_trainer.translate.own_task.effects import changes, is_quiet, name_of, root_of
-from torsh_trainer.translate.own_task.lookup import Lookup, Model
+from torsh_trainer.translate.own_task.lookup import Lookup
 from torsh_trainer.translate.own_task.loop import LOOPS, DataLoop
+from torsh_trainer.translate.own_task.meanings import Model
 from torsh_trainer.translate.python.frames import Frame, list_bound
 from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
 

@@ -12,14 +12,8 @@ from torsh_trainer.translate.own_task.effects import (
     is_transparent,
     mark_attribute,
 )
-from torsh_trainer.translate.own_task.lookup import (
-    Given,
-    Local,
-    Lookup,
-    Model,
-    Variable,
-    list_references,
-)
+from torsh_trainer.translate.own_task.lookup import Lookup, list_references
+from torsh_trainer.translate.own_task.meanings import Given, Local, Model, Variable
 from torsh_trainer.translate.python.frames import Frame, Step, list_bound
 from torsh_trainer.translate.python.training import Written
 
@@ -112,6 +106,9 @@ class Slicer:
 
     def give(self, given: Given) -> None:
         written = given.written
+        if given.variable.frame is None:  # an argument, which stands for its expression
+            self.read(written.node, written.frame, written.at)
+            return
         step = written.frame.steps[written.at]
         if not self.inside(written.frame, step):
             self.outer[given.variable] = given

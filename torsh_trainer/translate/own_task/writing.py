@@ -5,24 +5,18 @@ from __future__ import annotations
 import ast
 import copy
 import re
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.translate.own_task.closing import (
-    ARGUMENTS,
-    FILL_IN,
-    Closer,
-    Missing,
-    Names,
-    OwnFile,
-)
+from torsh_trainer.translate.own_task.closing import Closer
 from torsh_trainer.translate.own_task.data import FoundData, find_data
 from torsh_trainer.translate.own_task.importing import Importer
-from torsh_trainer.translate.own_task.lookup import Given, Local, Lookup, Lost, Variable
+from torsh_trainer.translate.own_task.lookup import Lookup
 from torsh_trainer.translate.own_task.loop import DataLoop, choose_backward, find_loop
+from torsh_trainer.translate.own_task.meanings import Given, Local, Lost, Variable
+from torsh_trainer.translate.own_task.own_file import ARGUMENTS, FILL_IN, Missing, Names, OwnFile
 from torsh_trainer.translate.own_task.residue import (
     list_changes_of_data,
     list_late_changes,
@@ -30,11 +24,9 @@ from torsh_trainer.translate.own_task.residue import (
 )
 from torsh_trainer.translate.own_task.slicing import Piece, Slicer
 from torsh_trainer.translate.own_task.splitting import Split, inline_batch, split, undivide
+from torsh_trainer.translate.own_task.text import DATA, TASK, Parts, write_text_of
 from torsh_trainer.translate.python.frames import Frame, Step
 from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
-
-TASK, DATA = "ScriptTask", "ScriptData"
-"""The classes of the file."""
 
 _OURS = ("DataSource", "Task", "Namespace", FILL_IN, ARGUMENTS, TASK, DATA)
 _OF_TASK = [
@@ -81,16 +73,6 @@ def write_task(script: TrainingScript, *, low: bool = False) -> OwnTask:
     return second.write()
 
 
-@dataclass
-class _Parts:
-    """The bodies of the written functions."""
-
-    build: list[ast.stmt] = field(default_factory=list)
-    start: list[ast.stmt] = field(default_factory=list)
-    data: list[ast.stmt] = field(default_factory=list)
-    split: Split = field(default_factory=Split)
-
-
 class _Writing:
     def __init__(self, script: TrainingScript, low: bool, names: Mapping[str, str]) -> None:
         self.script = script
@@ -98,7 +80,7 @@ class _Writing:
         self.lookup = Lookup(script, importer)
         ours = dict.fromkeys(_OURS, "torsh_trainer")
         self.file = OwnFile(importer, script.path.name, low, names={**names, **ours})
-        self.parts = _Parts()
+        self.parts = Parts()
         self.notes: list[str] = []
 
     def write(self) -> OwnTask:
@@ -122,7 +104,7 @@ class _Writing:
         for name, line in self.file.unknown.items():
             self.file.miss("", line, f"args.{name} cannot be told", "state it here")
         return OwnTask(
-            "\n".join(self.list_lines()) + "\n",
+            write_text_of(self.file, self.parts),
             tuple(self.file.missing),
             values,
             tuple(self.file.importer.roots),
@@ -374,104 +356,10 @@ class _Writing:
             target.ctx = ast.Store()
             self.parts.data.append(ast.Assign([target], value, lineno=1))
 
-    # -- the text --------------------------------------------------------------------------------
-
-    def list_lines(self) -> Iterator[str]:
-        file, parts = self.file, self.parts
-        name = file.script
-        yield f'"""A task of {name}: its model, data and loss, imported from there.'
-        yield ""
-        yield "Written by `python -m torsh_trainer translate`, and yours from now on."
-        if file.missing:
-            yield ""
-            yield f"What is missing is marked by {FILL_IN}(...), which stops until you replace it:"
-            yield ""
-            for missing in file.missing:
-                text = str(missing).replace("\\", "\\\\").replace('"""', "'''")
-                yield from textwrap.wrap(text, 92, initial_indent="- ", subsequent_indent="  ")
-        yield '"""'
-        yield ""
-        imports = dict(file.imports)
-        if file.arguments is not None:
-            imports["from argparse import Namespace"] = None
-        yield from sorted(imports, key=_import_order)
-        yield "" if imports else "# nothing else is imported"
-        yield "from torsh_trainer import DataSource, Task"
-        if file.missing:
-            yield from _FILLING.splitlines()
-        if file.arguments is not None:
-            yield from self.list_arguments()
-        yield from [
-            "",
-            "",
-            f"class {DATA}(DataSource):",
-            f'    """The data sets that {name} loads."""',
-        ]
-        yield from _function("__init__(self)", parts.data)
-        yield from [
-            "",
-            "",
-            f"class {TASK}(Task):",
-            f'    """The model that {name} trains, and its loss."""',
-        ]
-        yield ""
-        yield "    def __init__(self, data, optimizer):"
-        yield "        self.data, self.optimizer = data, optimizer"
-        yield from _write_body(parts.start)
-        yield from _function("build_model(self)", parts.build)
-        yield from _function("forward(self, model, batch)", parts.split.forward)
-        yield from _function("loss(self, outputs, batch)", parts.split.loss)
-
-    def list_arguments(self) -> Iterator[str]:
-        """The arguments of the script with their values."""
-        kind = "Namespace"
-        yield from ["", ""]
-        if self.file.unknown:
-            kind = "_Arguments"
-            yield "class _Arguments(Namespace):"
-            yield "    def __getattr__(self, name):"
-            yield "        if name.startswith('__'):"
-            yield "            raise AttributeError(name)"
-            yield f'        return {FILL_IN}(f"args.{{name}} cannot be told; state it here")'
-            yield from ["", ""]
-        yield f"{ARGUMENTS} = {kind}("
-        for name, value in (self.file.arguments or {}).items():
-            yield f"    {name}={_plain(value)!r},"
-        yield ")"
-        yield '"""What argparse gives the script: defaults, and the words of the launch line."""'
-
-
-_FILLING = f'''
-
-def {FILL_IN}(what):
-    """Stops where something has to be filled in."""
-    raise NotImplementedError(f"fill this in: {{what}}")
-'''
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value
-
 
 def _filling(missing: Missing) -> ast.stmt:
     call = ast.Call(ast.Name(FILL_IN, ast.Load()), [ast.Constant(str(missing))], [])
     return ast.fix_missing_locations(ast.Expr(call, lineno=1, col_offset=0))
-
-
-def _function(head: str, body: Sequence[ast.stmt]) -> Iterator[str]:
-    yield ""
-    yield f"    def {head}:"
-    yield from _write_body(body or [ast.Pass()])
-
-
-def _write_body(body: Sequence[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        text = ast.unparse(ast.fix_missing_locations(node))
-        yield from textwrap.indent(text, " " * 8).splitlines()
-
-
-def _import_order(line: str) -> tuple[bool, str]:
-    return (line.startswith("from"), line)
 
 
 def _list_names(target: ast.expr | None) -> list[str]:
