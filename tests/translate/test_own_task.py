@@ -133,6 +133,7 @@ def test_a_model_with_a_loss_of_its_own_does_too(translate, losses_of, losses_of
     assert losses_of(said) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     "project",
     [

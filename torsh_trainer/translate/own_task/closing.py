@@ -17,18 +17,18 @@ from torsh_trainer.translate.own_task.effects import is_transparent
 from torsh_trainer.translate.own_task.lookup import is_self
 from torsh_trainer.translate.own_task.meanings import (
     Arguments,
-    Constant,
-    Given,
-    Imported,
-    Local,
+    ConstantValue,
+    GivenParameter,
+    ImportBinding,
+    LocalVariable,
     Lost,
     Meaning,
     Model,
-    Own,
+    ProjectName,
     Variable,
 )
 from torsh_trainer.translate.own_task.own_file import ARGUMENTS
-from torsh_trainer.translate.own_task.slicing import Piece
+from torsh_trainer.translate.own_task.slicing import CarriedStatement
 from torsh_trainer.translate.python.frames import Frame
 from torsh_trainer.translate.python.values import is_plain
 
@@ -49,7 +49,7 @@ class Closer(Detaching, ast.NodeTransformer):
         closed = self.visit(copy.deepcopy(node))
         return ast.fix_missing_locations(closed)
 
-    def close_pieces(self, pieces: Iterable[Piece]) -> list[ast.stmt]:
+    def close_pieces(self, pieces: Iterable[CarriedStatement]) -> list[ast.stmt]:
         """Statements, as they can stand in the file; those of which nothing is left are gone."""
         found: list[ast.stmt] = []
         for piece in pieces:
@@ -81,27 +81,27 @@ class Closer(Detaching, ast.NodeTransformer):
         """What stands for a name that is read."""
         file = self.frame.module.file
         match meaning:
-            case Constant(value):
+            case ConstantValue(value):
                 return _literal(value)
             case Model():
                 if self.model:
                     return ast.Name(self.model, ast.Load())
                 fix = "build it from the configuration, or in build_model"
                 return self.file.fill_in(file, node, "this needs the model", fix)
-            case Imported():
+            case ImportBinding():
                 return self.write_import(meaning, node)
-            case Own():
+            case ProjectName():
                 return self.write_own(meaning, node)
             case Arguments(thing):
                 self.take_arguments(thing.facts, node)
                 return ast.Name(ARGUMENTS, ast.Load())
-            case Given(variable, written) if variable.frame is None:
+            case GivenParameter(variable, written) if variable.frame is None:
                 kept = self.frame, self.at
                 self.frame, self.at = written.frame, written.at
                 closed: ast.expr = self.visit(copy.deepcopy(written.node))
                 self.frame, self.at = kept
                 return closed
-            case Local(variable) | Given(variable):
+            case LocalVariable(variable) | GivenParameter(variable):
                 if variable in self.outer:
                     return ast.parse(self.outer[variable], mode="eval").body
                 why = self.lost(variable)
@@ -113,7 +113,7 @@ class Closer(Detaching, ast.NodeTransformer):
             case _:
                 return node
 
-    def write_import(self, meaning: Imported, node: ast.expr) -> ast.expr:
+    def write_import(self, meaning: ImportBinding, node: ast.expr) -> ast.expr:
         name = meaning.name
         for step in meaning.steps:
             statement = step.node
@@ -132,7 +132,7 @@ class Closer(Detaching, ast.NodeTransformer):
                 name = self.file.take_import(line, meaning.name, f"{statement.module}.{alias.name}")
         return ast.Name(name, ast.Load())
 
-    def write_own(self, meaning: Own, node: ast.expr) -> ast.expr:
+    def write_own(self, meaning: ProjectName, node: ast.expr) -> ast.expr:
         """An import of something of the user's, where its module can be imported."""
         importer = self.file.importer
         wrong = importer.explain(meaning.file)

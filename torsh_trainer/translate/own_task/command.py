@@ -10,7 +10,7 @@ from shlex import quote
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.own_task.text import DATA, TASK
-from torsh_trainer.translate.own_task.writing import OwnTask, write_task
+from torsh_trainer.translate.own_task.writing import WrittenTask, write_task
 from torsh_trainer.translate.plan import RECIPE, Plan
 
 _TAKEN = frozenset(["torch", "numpy", "torsh_trainer", "deepspeed", "horovod", "transformers"])
@@ -25,7 +25,7 @@ class TaskFile:
 
     path: Path
     plan: Plan
-    own: OwnTask
+    own: WrittenTask
 
 
 def check_task(path: Path, *, output: Path | None, force: bool) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torsh_trainer.translate.own_task.lookup import Lookup
 from torsh_trainer.translate.own_task.loop import DataLoop, list_data_loops, resolve, value_of
-from torsh_trainer.translate.own_task.meanings import Constant, Model
+from torsh_trainer.translate.own_task.meanings import ConstantValue, Model
 from torsh_trainer.translate.own_task.own_file import Missing, OwnFile
 from torsh_trainer.translate.python.frames import Frame
-from torsh_trainer.translate.python.training import ENGINE, TrainingScript, Written
+from torsh_trainer.translate.python.training import ENGINE, TrainingScript, WrittenExpression
 from torsh_trainer.translate.python.values import Thing, is_number
 
 _LOADERS = ("DataLoader", "StatefulDataLoader")
@@ -24,10 +24,10 @@ _ORDERS = {"RandomSampler": True, "SequentialSampler": False}
 class FoundData:
     """What a loader was given. ``values`` are knobs of the recipe that follow from it."""
 
-    train: Written | None = None
-    collate: Written | None = None
-    evaluates: Written | None = None
-    evaluates_collate: Written | None = None
+    train: WrittenExpression | None = None
+    collate: WrittenExpression | None = None
+    evaluates: WrittenExpression | None = None
+    evaluates_collate: WrittenExpression | None = None
     values: dict[str, Any] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
 
@@ -60,21 +60,21 @@ def find_data(
     return found
 
 
-def _loader_call(written: Written) -> ast.Call | None:
+def _loader_call(written: WrittenExpression) -> ast.Call | None:
     node = written.node
     if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in _LOADERS:
         return node
     return None
 
 
-def _given(call: ast.Call, lookup: Lookup, at: Written) -> Mapping[str, ast.expr]:
+def _read_given(call: ast.Call, lookup: Lookup, at: WrittenExpression) -> Mapping[str, ast.expr]:
     """Arguments of a loader by name; ``**kwargs`` of a plain dictionary are laid out."""
     found = dict(zip(_POSITIONS, call.args, strict=False))
     for keyword in call.keywords:
         if keyword.arg is not None:
             found[keyword.arg] = keyword.value
             continue
-        inner = resolve(lookup, Written(keyword.value, at.frame, at.at))
+        inner = resolve(lookup, WrittenExpression(keyword.value, at.frame, at.at))
         if isinstance(inner.node, ast.Dict):
             for key, value in zip(inner.node.keys, inner.node.values, strict=True):
                 if isinstance(key, ast.Constant) and isinstance(key.value, str):
@@ -82,7 +82,7 @@ def _given(call: ast.Call, lookup: Lookup, at: Written) -> Mapping[str, ast.expr
     return found
 
 
-def known_value(lookup: Lookup, node: ast.expr, at: Written) -> Any:
+def tell_value(lookup: Lookup, node: ast.expr, at: WrittenExpression) -> Any:
     """The constant that an expression stands for; None where that cannot be told."""
     if isinstance(node, ast.Constant):
         return node.value
@@ -91,47 +91,49 @@ def known_value(lookup: Lookup, node: ast.expr, at: Written) -> Any:
         meaning = lookup.find(node.id, at.frame, at.at)
     elif isinstance(node, ast.Attribute):
         meaning = lookup.find_attribute(node, at.frame, at.at)
-    return meaning.value if isinstance(meaning, Constant) else None
+    return meaning.value if isinstance(meaning, ConstantValue) else None
 
 
 def read_loader(
-    call: ast.Call, at: Written, lookup: Lookup, file: OwnFile, found: FoundData
+    call: ast.Call, at: WrittenExpression, lookup: Lookup, file: OwnFile, found: FoundData
 ) -> None:
     """What a ``DataLoader`` is given."""
-    given = _given(call, lookup, at)
+    given = _read_given(call, lookup, at)
 
-    def written(name: str) -> Written | None:
+    def write(name: str) -> WrittenExpression | None:
         node = given.get(name)
         empty = node is None or (isinstance(node, ast.Constant) and node.value is None)
-        return None if node is None or empty else Written(node, at.frame, at.at)
+        return None if node is None or empty else WrittenExpression(node, at.frame, at.at)
 
-    def known(name: str) -> Any:
-        return known_value(lookup, given[name], at) if name in given else None
+    def tell(name: str) -> Any:
+        return tell_value(lookup, given[name], at) if name in given else None
 
-    found.train, found.collate = written("dataset"), written("collate_fn")
-    if is_number(known("batch_size")):
-        found.values["data.micro_batch_size"] = known("batch_size")
-    if isinstance(known("drop_last"), bool):
-        found.values["data.drop_last"] = known("drop_last")
+    found.train, found.collate = write("dataset"), write("collate_fn")
+    if is_number(tell("batch_size")):
+        found.values["data.micro_batch_size"] = tell("batch_size")
+    if isinstance(tell("drop_last"), bool):
+        found.values["data.drop_last"] = tell("drop_last")
     elif "drop_last" in given:
         what = f"drop_last={ast.unparse(given['drop_last'])[:60]} cannot be told"
         fix = "set data.drop_last in the recipe, and delete this line"
         found.missing.append(file.miss(at.file, call.lineno, what, fix))
-    if (batches := written("batch_sampler")) is not None:
+    if (batches := write("batch_sampler")) is not None:
         what = "batch_sampler= makes batches of its own"
         fix = "set data.batch_size in the recipe, and order the data set; then delete this line"
         found.missing.append(file.miss(at.file, batches.place.line, what, fix))
-    elif (sampler := written("sampler")) is not None:
+    elif (sampler := write("sampler")) is not None:
         _read_sampler(sampler, lookup, file, found)
-    elif "shuffle" not in given or isinstance(known("shuffle"), bool):
-        found.values["data.shuffle"] = bool(known("shuffle"))
+    elif "shuffle" not in given or isinstance(tell("shuffle"), bool):
+        found.values["data.shuffle"] = bool(tell("shuffle"))
     else:
         what = f"shuffle={ast.unparse(given['shuffle'])[:60]} cannot be told"
         fix = "set data.shuffle in the recipe, and delete this line"
         found.missing.append(file.miss(at.file, call.lineno, what, fix))
 
 
-def _read_sampler(sampler: Written, lookup: Lookup, file: OwnFile, found: FoundData) -> None:
+def _read_sampler(
+    sampler: WrittenExpression, lookup: Lookup, file: OwnFile, found: FoundData
+) -> None:
     """The order of samples; ``DistributedSampler(...) if ... else None`` counts as the first."""
     made = resolve(lookup, sampler).node
     if isinstance(made, ast.IfExp):
@@ -139,7 +141,7 @@ def _read_sampler(sampler: Written, lookup: Lookup, file: OwnFile, found: FoundD
     kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
     if kind == "DistributedSampler" and isinstance(made, ast.Call):
         said = next((k.value for k in made.keywords if k.arg == "shuffle"), None)
-        known = None if said is None else known_value(lookup, said, sampler)
+        known = None if said is None else tell_value(lookup, said, sampler)
         if said is None or isinstance(known, bool):
             found.values["data.shuffle"] = said is None or bool(known)
         else:
@@ -166,15 +168,17 @@ def _find_evaluation(
         head = next((i for i, step in enumerate(frame.steps) if step.node is node), None)
         if trains or head is None:
             continue
-        over = resolve(lookup, Written(_inner(node.iter), frame, head))
+        over = resolve(lookup, WrittenExpression(_inner(node.iter), frame, head))
         call = _loader_call(over)
         if call is None or not _calls_model(lookup, node, frame, head):
             continue
-        given = _given(call, lookup, over)
+        given = _read_given(call, lookup, over)
         if "dataset" in given:
-            found.evaluates = Written(given["dataset"], over.frame, over.at)
+            found.evaluates = WrittenExpression(given["dataset"], over.frame, over.at)
             if "collate_fn" in given:
-                found.evaluates_collate = Written(given["collate_fn"], over.frame, over.at)
+                found.evaluates_collate = WrittenExpression(
+                    given["collate_fn"], over.frame, over.at
+                )
             return
 
 

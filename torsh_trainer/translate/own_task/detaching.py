@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torsh_trainer.translate.own_task.effects import is_dtype, name_of, root_of
 from torsh_trainer.translate.own_task.lookup import WRAPPERS, Lookup
-from torsh_trainer.translate.own_task.meanings import Imported, Lost, Model, Variable
+from torsh_trainer.translate.own_task.meanings import ImportBinding, Lost, Model, Variable
 from torsh_trainer.translate.own_task.own_file import Names, OwnFile
 from torsh_trainer.translate.python.frames import Frame
 
@@ -111,20 +111,20 @@ class Detaching(ast.NodeTransformer):
     def is_module(self, node: ast.expr) -> bool:
         """Whether ``node.cuda`` is a part of a library (``torch.cuda``)."""
         return isinstance(node, ast.Name) and isinstance(
-            self.lookup.find(node.id, self.frame, self.at), Imported
+            self.lookup.find(node.id, self.frame, self.at), ImportBinding
         )
 
     def is_engine(self, func: ast.expr) -> bool:
         root = ast.unparse(func).partition(".")[0]
         meaning = self.lookup.find(root, self.frame, self.at)
-        return isinstance(meaning, Imported)
+        return isinstance(meaning, ImportBinding)
 
     def move(self, node: ast.expr) -> ast.AST:
         """What was moved to a device: as it is, or, where the step makes it, to the model's."""
         closed = self.visit(node)
         root = root_of(node)
         made = bool(self.device and root) and not any(root in own for own in self.own)
-        if made and isinstance(self.lookup.find(root, self.frame, self.at), Imported):
+        if made and isinstance(self.lookup.find(root, self.frame, self.at), ImportBinding):
             moved = ast.Attribute(closed, "to", ast.Load())
             return ast.Call(moved, [ast.parse(self.device, mode="eval").body], [])
         return closed

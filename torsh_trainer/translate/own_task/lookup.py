@@ -11,18 +11,18 @@ from torsh_trainer.translate.own_task.importing import Importer
 from torsh_trainer.translate.own_task.meanings import (
     Arguments,
     Builtin,
-    Constant,
-    Given,
-    Imported,
-    Local,
+    ConstantValue,
+    GivenParameter,
+    ImportBinding,
+    LocalVariable,
     Lost,
     Meaning,
     Model,
-    Own,
+    ProjectName,
     Variable,
 )
-from torsh_trainer.translate.python.frames import Frame, Step, list_bound
-from torsh_trainer.translate.python.training import ENGINE, TrainingScript, Written
+from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
+from torsh_trainer.translate.python.training import ENGINE, TrainingScript, WrittenExpression
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -79,7 +79,7 @@ class Lookup:
         """The steps before ``at`` that bind a name."""
         return [i for i, step in enumerate(frame.steps[:at]) if name in list_bound(step.node)]
 
-    def find_step(self, local: Local) -> Step | None:
+    def find_step(self, local: LocalVariable) -> WalkedStep | None:
         """The last step that binds a variable."""
         if local.variable.frame is None:
             return local.frame.steps[local.at]
@@ -104,7 +104,7 @@ class Lookup:
             return Lost(f"{name} is made where reading does not get to", "write it")
         return self.find(name, outer, self.place_in(outer, frame, at))
 
-    def find_bound(self, name: str, frame: Frame, at: int, step: Step) -> Meaning:
+    def find_bound(self, name: str, frame: Frame, at: int, step: WalkedStep) -> Meaning:
         variable = Variable(id(frame), name, frame)
         value = step.values.get(name)
         if self.is_value_of_model(value):
@@ -114,7 +114,7 @@ class Lookup:
         if isinstance(step.node, ast.Import | ast.ImportFrom) and isinstance(value, ImportedName):
             bound = self.list_bindings(name, frame, at)
             steps = tuple(frame.steps[i] for i in bound)
-            return Imported(tuple(s for s in steps if isinstance(s.node, _IMPORTS)), name)
+            return ImportBinding(tuple(s for s in steps if isinstance(s.node, _IMPORTS)), name)
         if isinstance(value, Function | Kind | Module):
             return self.find_own(name, value)
         if isinstance(value, Thing) and value.kind == "arguments":
@@ -123,24 +123,24 @@ class Lookup:
             return Lost(f"what {name} is cannot be told: its module was not read", "import it")
         heads = isinstance(step.node, ast.For | ast.AsyncFor)
         if not heads and not step.within and name in step.values and is_value(value):
-            return Constant(value)
+            return ConstantValue(value)
         if frame.node is None and self.importer.keeps(frame.module.file, step.node):
             spelled = frame.module.scope.get("__name__", "")
             self.importer.spelled.setdefault(frame.module.file, spelled)
-            return Own(frame.module.file, name)
-        return Local(variable, frame, at)
+            return ProjectName(frame.module.file, name)
+        return LocalVariable(variable, frame, at)
 
     def find_own(self, name: str, value: Function | Kind | Module) -> Meaning:
         """A function, class or module of the user's project."""
         module = value if isinstance(value, Module) else value.module
         self.importer.spelled.setdefault(module.file, module.scope.get("__name__", ""))
         if isinstance(value, Module):
-            return Own(value.file, "")
+            return ProjectName(value.file, "")
         node, file = value.node, module.file
         if not self.importer.has(file, node):
             fix = f"move {node.name} to the top level of its module, and import it"
             return Lost(f"{node.name} (line {node.lineno}) is defined within a function", fix)
-        return Own(file, node.name)
+        return ProjectName(file, node.name)
 
     def find_given(self, name: str, frame: Frame) -> Meaning:
         """A parameter by what the call gave."""
@@ -151,16 +151,16 @@ class Lookup:
         if isinstance(value, Thing) and value.kind == "arguments":
             return Arguments(value)
         if is_value(value) and name in frame.arguments:
-            return Constant(value)
+            return ConstantValue(value)
         node = frame.given.get(name)
         if node is not None and frame.caller is not None:
             if isinstance(node, ast.Name):
                 return self.find(node.id, frame.caller, frame.called_at)
-            written = Written(node, frame.caller, frame.called_at)
+            written = WrittenExpression(node, frame.caller, frame.called_at)
             root = self.find_root(written)
             if root is not None and root in self.models:
                 return Model()
-            return Given(Variable(id(frame), name, frame), written)
+            return GivenParameter(Variable(id(frame), name, frame), written)
         fix = f"call {frame.node.name} in the script, or write the value"
         return Lost(f"nothing in the script says what {name} of {frame.node.name} is given", fix)
 
@@ -173,13 +173,13 @@ class Lookup:
             return None
         if owner.kind == "arguments":
             if node.attr not in owner.facts and node.attr in self.script.values:
-                return Constant(self.script.values[node.attr])
+                return ConstantValue(self.script.values[node.attr])
             value = owner.facts.get(node.attr)
             if node.attr in owner.facts and is_plain(value):
-                return Constant(value)
+                return ConstantValue(value)
             made = self.find_argument(owner, node.attr)
             if made is not None:
-                return Given(Variable(id(owner), node.attr), made)
+                return GivenParameter(Variable(id(owner), node.attr), made)
             why = f"what {ast.unparse(node)} is cannot be told"
             return Lost(why, "state it, as your launch line does")
         if not is_self(node.value.id, owner, frame):
@@ -192,14 +192,14 @@ class Lookup:
         if isinstance(value, Thing) and value.kind == "arguments":
             return Arguments(value)
         if is_value(value) and node.attr in owner.facts:
-            return Constant(value)
+            return ConstantValue(value)
         origins = owner.origins.get(node.attr, [])
         if not origins:
             return None
         made, step = origins[-1]
-        return Local(Variable(id(owner), node.attr), made, step)
+        return LocalVariable(Variable(id(owner), node.attr), made, step)
 
-    def find_argument(self, arguments: Thing, name: str) -> Written | None:
+    def find_argument(self, arguments: Thing, name: str) -> WrittenExpression | None:
         """The expression of an argument that is no constant: what the script assigns to it, or its
         default; None where it has to be given."""
         origins = arguments.origins.get(name, [])
@@ -207,13 +207,13 @@ class Lookup:
             frame, at = origins[-1]
             node = frame.steps[at].node
             plain = isinstance(node, ast.Assign) and not isinstance(node.targets[0], ast.Tuple)
-            return Written(node.value, frame, at) if plain else None
+            return WrittenExpression(node.value, frame, at) if plain else None
         value = arguments.facts.get(name)
         top = self.script.reading.frames[0] if self.script.reading.frames else None
         if not isinstance(value, Unknown) or not isinstance(value.of, ast.expr) or top is None:
             return None
         steps = [i for i, step in enumerate(top.steps) if not step.within]
-        return Written(value.of, top, steps[-1]) if steps else None
+        return WrittenExpression(value.of, top, steps[-1]) if steps else None
 
     def find_value(self, name: str, frame: Frame, at: int) -> Any:
         """The value that the walk has for a name; None where it has none."""
@@ -236,7 +236,7 @@ class Lookup:
 
     # -- the model -------------------------------------------------------------------------------
 
-    def find_root(self, written: Written) -> Variable | None:
+    def find_root(self, written: WrittenExpression) -> Variable | None:
         """The variable that an expression is: through moves, wrappers and parameters."""
         node = strip_moves(written.node)
         frame, at = written.frame, written.at
@@ -247,18 +247,18 @@ class Lookup:
                 given = frame.given.get(node.id)
                 if given is None or frame.caller is None:
                     return None
-                return self.find_root(Written(given, frame.caller, frame.called_at))
+                return self.find_root(WrittenExpression(given, frame.caller, frame.called_at))
             outer = frame.closure or frame.top
             if frame.node is None or outer is None:
                 return None
-            return self.find_root(Written(node, outer, self.place_in(outer, frame, at)))
+            return self.find_root(WrittenExpression(node, outer, self.place_in(outer, frame, at)))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner = self.find_value(node.value.id, frame, at)
             if is_self(node.value.id, owner, frame):
                 return Variable(id(owner), node.attr)
         return None
 
-    def is_model(self, step: Step, frame: Frame) -> bool:
+    def is_model(self, step: WalkedStep, frame: Frame) -> bool:
         """A step that gives another name to the model."""
         if not self.models or not isinstance(step.node, ast.Assign):
             return False
@@ -269,7 +269,7 @@ class Lookup:
             at = frame.steps.index(step)
         except ValueError:
             return False
-        root = self.find_root(Written(node, frame, at))
+        root = self.find_root(WrittenExpression(node, frame, at))
         return root is not None and root in self.models
 
 

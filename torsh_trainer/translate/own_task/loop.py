@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torsh_trainer.translate.own_task.lookup import Lookup
-from torsh_trainer.translate.own_task.meanings import Given, Local
+from torsh_trainer.translate.own_task.meanings import GivenParameter, LocalVariable
 from torsh_trainer.translate.python.events import ScriptReading
-from torsh_trainer.translate.python.frames import Frame, Step
-from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
+from torsh_trainer.translate.python.frames import Frame, WalkedStep
+from torsh_trainer.translate.python.training import Backward, TrainingScript, WrittenExpression
 from torsh_trainer.translate.python.values import Thing
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -30,7 +30,7 @@ class DataLoop:
     frame: Frame
     head: int
     target: ast.expr | None
-    over: Written | None
+    over: WrittenExpression | None
     inner: tuple[ast.stmt, ...]
     passed: frozenset[ast.stmt]
     below: frozenset[Frame]
@@ -48,11 +48,11 @@ class DataLoop:
             and len(node.iter.args) == 3
         )
 
-    def holds(self, frame: Frame, step: Step) -> bool:
+    def holds(self, frame: Frame, step: WalkedStep) -> bool:
         """Whether a step happens anew for every batch."""
         return frame in self.below or (frame is self.frame and self.node in step.within)
 
-    def is_outside(self, frame: Frame, step: Step) -> bool:
+    def is_outside(self, frame: Frame, step: WalkedStep) -> bool:
         """Whether a step happens once, before all batches."""
         if self.holds(frame, step):
             return False
@@ -150,7 +150,7 @@ def strip_around(node: ast.expr) -> ast.expr:
 
 def _find_batch(
     lookup: Lookup, node: ast.stmt, frame: Frame, head: int
-) -> tuple[ast.expr | None, Written | None]:
+) -> tuple[ast.expr | None, WrittenExpression | None]:
     """What a batch is assigned to, and where it comes from."""
     if isinstance(node, ast.For | ast.AsyncFor):
         over, target = strip_around(node.iter), node.target
@@ -159,13 +159,13 @@ def _find_batch(
         counted = "enumerate(" in ast.unparse(node.iter)
         if counted and isinstance(target, ast.Tuple) and len(target.elts) == 2:
             target = target.elts[1]
-        return target, Written(over, frame, head)
+        return target, WrittenExpression(over, frame, head)
     return _find_next(lookup, node, frame)
 
 
 def _find_next(
     lookup: Lookup, node: ast.stmt, frame: Frame
-) -> tuple[ast.expr | None, Written | None]:
+) -> tuple[ast.expr | None, WrittenExpression | None]:
     """``batch = next(batches)`` in a loop, with ``batches = iter(loader)`` before it."""
     for i, step in enumerate(frame.steps):
         if node not in step.within or not isinstance(step.node, ast.Assign):
@@ -174,7 +174,7 @@ def _find_next(
         if not isinstance(value, ast.Call) or ast.unparse(value.func) != "next" or not value.args:
             continue
         made = value.args[0]
-        written = Written(made, frame, i)
+        written = WrittenExpression(made, frame, i)
         if isinstance(made, ast.Name):
             bound = lookup.list_bindings(made.id, frame, i)
             outside = [b for b in bound if node not in frame.steps[b].within]
@@ -182,12 +182,14 @@ def _find_next(
                 return step.node.targets[0], None
             before = frame.steps[outside[-1]].node
             if isinstance(before, ast.Assign):
-                written = Written(strip_around(before.value), frame, outside[-1])
-        return step.node.targets[0], Written(strip_around(written.node), frame, written.at)
+                written = WrittenExpression(strip_around(before.value), frame, outside[-1])
+        return step.node.targets[0], WrittenExpression(
+            strip_around(written.node), frame, written.at
+        )
     return None, None
 
 
-def resolve(lookup: Lookup, written: Written) -> Written:
+def resolve(lookup: Lookup, written: WrittenExpression) -> WrittenExpression:
     """An expression behind names: what the variable was last assigned, parameters followed."""
     for _ in range(12):
         node, meaning = written.node, None
@@ -195,10 +197,10 @@ def resolve(lookup: Lookup, written: Written) -> Written:
             meaning = lookup.find(node.id, written.frame, written.at)
         elif isinstance(node, ast.Attribute):
             meaning = lookup.find_attribute(node, written.frame, written.at)
-        if isinstance(meaning, Given):
+        if isinstance(meaning, GivenParameter):
             written = meaning.written
             continue
-        if not isinstance(meaning, Local):
+        if not isinstance(meaning, LocalVariable):
             return written
         step = lookup.find_step(meaning)
         if step is None or not isinstance(step.node, ast.Assign | ast.AnnAssign):
@@ -207,7 +209,7 @@ def resolve(lookup: Lookup, written: Written) -> Written:
         value = step.node.value
         if value is None or isinstance(targets[0], ast.Tuple | ast.List):
             return written
-        written = Written(value, meaning.frame, meaning.frame.steps.index(step))
+        written = WrittenExpression(value, meaning.frame, meaning.frame.steps.index(step))
     return written
 
 

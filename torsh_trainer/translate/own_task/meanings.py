@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torsh_trainer.translate.python.frames import Frame, Step
-from torsh_trainer.translate.python.training import Written
+from torsh_trainer.translate.python.frames import Frame, WalkedStep
+from torsh_trainer.translate.python.training import WrittenExpression
 from torsh_trainer.translate.python.values import Thing
 
 
@@ -20,22 +20,22 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Constant:
+class ConstantValue:
     """A value that is written as it is."""
 
     value: Any
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportBinding:
     """A name that import statements bind: those of the frame that has them."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[WalkedStep, ...]
     name: str
 
 
 @dataclass(frozen=True)
-class Own:
+class ProjectName:
     """Something at the top level of a module of the user's: ``attribute`` of ``file``; the module
     itself where ``attribute`` is empty."""
 
@@ -56,7 +56,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalVariable:
     """A variable of the script: made by the steps of ``frame`` before ``at``."""
 
     variable: Variable
@@ -65,11 +65,11 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenParameter:
     """A parameter: ``written`` is the expression of the call."""
 
     variable: Variable
-    written: Written
+    written: WrittenExpression
 
 
 @dataclass(frozen=True)
@@ -85,4 +85,14 @@ class Lost:
     fix: str
 
 
-Meaning = Constant | Imported | Own | Arguments | Model | Local | Given | Builtin | Lost
+Meaning = (
+    ConstantValue
+    | ImportBinding
+    | ProjectName
+    | Arguments
+    | Model
+    | LocalVariable
+    | GivenParameter
+    | Builtin
+    | Lost
+)

@@ -10,7 +10,7 @@ from torsh_trainer.translate.own_task.lookup import Lookup
 from torsh_trainer.translate.own_task.loop import LOOPS, DataLoop
 from torsh_trainer.translate.own_task.meanings import Model
 from torsh_trainer.translate.python.frames import Frame, list_bound
-from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
+from torsh_trainer.translate.python.training import Backward, TrainingScript, WrittenExpression
 
 Residue = tuple[str, int, str, str]
 """A file, a line, what happens there, and what to do."""
@@ -69,7 +69,9 @@ def _list_other_calls(script: TrainingScript, loop: DataLoop) -> Iterator[Residu
         yield frame.caller.module.file, line, what, fix
 
 
-def list_changes_of_data(lookup: Lookup, loop: DataLoop, data: Written | None) -> Iterator[Residue]:
+def list_changes_of_data(
+    lookup: Lookup, loop: DataLoop, data: WrittenExpression | None
+) -> Iterator[Residue]:
     """What changes a data set after its loader is made, and before the loop."""
     if data is None or not isinstance(data.node, ast.Name):
         return

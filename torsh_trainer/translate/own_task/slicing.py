@@ -13,13 +13,13 @@ from torsh_trainer.translate.own_task.effects import (
     mark_attribute,
 )
 from torsh_trainer.translate.own_task.lookup import Lookup, list_references
-from torsh_trainer.translate.own_task.meanings import Given, Local, Model, Variable
-from torsh_trainer.translate.python.frames import Frame, Step, list_bound
-from torsh_trainer.translate.python.training import Written
+from torsh_trainer.translate.own_task.meanings import GivenParameter, LocalVariable, Model, Variable
+from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
+from torsh_trainer.translate.python.training import WrittenExpression
 
 
 @dataclass(frozen=True)
-class Piece:
+class CarriedStatement:
     """A statement to carry, with the place from which its names are seen. ``sets`` is a parameter
     that it stands for, where no statement of the script does."""
 
@@ -40,11 +40,11 @@ class Slice:
     """``pieces`` in the order of a run; ``outer`` are variables that were made elsewhere, each as
     it is seen."""
 
-    pieces: list[Piece] = field(default_factory=list)
-    outer: dict[Variable, Local | Given] = field(default_factory=dict)
+    pieces: list[CarriedStatement] = field(default_factory=list)
+    outer: dict[Variable, LocalVariable | GivenParameter] = field(default_factory=dict)
 
 
-Inside = Callable[[Frame, Step], bool]
+Inside = Callable[[Frame, WalkedStep], bool]
 _HEADED = (ast.For, ast.AsyncFor, ast.With, ast.AsyncWith)
 
 
@@ -65,12 +65,12 @@ class Slicer:
     ) -> None:
         self.lookup, self.inside, self.of_model = lookup, inside, of_model
         self.passed = passed
-        self.found: dict[object, Piece] = {}
-        self.outer: dict[Variable, Local | Given] = {}
+        self.found: dict[object, CarriedStatement] = {}
+        self.outer: dict[Variable, LocalVariable | GivenParameter] = {}
         self.done: set[tuple[Variable, int]] = set()
         self.until = float("inf")
 
-    def gather(self, roots: Iterable[Written]) -> Slice:
+    def gather(self, roots: Iterable[WrittenExpression]) -> Slice:
         """What the expressions need."""
         for written in roots:
             if written.at < len(written.frame.steps):
@@ -79,10 +79,10 @@ class Slicer:
         pieces = sorted(self.found.values(), key=lambda piece: piece.order)
         return Slice(pieces, self.outer)
 
-    def gather_variables(self, outer: Iterable[Local | Given]) -> Slice:
+    def gather_variables(self, outer: Iterable[LocalVariable | GivenParameter]) -> Slice:
         """What makes variables that another slice was left with."""
         for meaning in outer:
-            if isinstance(meaning, Local):
+            if isinstance(meaning, LocalVariable):
                 self.follow(meaning)
             else:
                 self.give(meaning)
@@ -97,14 +97,14 @@ class Slicer:
                     meaning = self.lookup.find(reference.value.id, frame, at)
             else:
                 meaning = self.lookup.find(reference.id, frame, at)
-            if isinstance(meaning, Local):
+            if isinstance(meaning, LocalVariable):
                 self.follow(meaning)
-            elif isinstance(meaning, Given):
+            elif isinstance(meaning, GivenParameter):
                 self.give(meaning)
             elif isinstance(meaning, Model) and self.of_model:
                 self.follow_model(reference, frame, at)
 
-    def give(self, given: Given) -> None:
+    def give(self, given: GivenParameter) -> None:
         written = given.written
         if given.variable.frame is None:  # an argument, which stands for its expression
             self.read(written.node, written.frame, written.at)
@@ -117,14 +117,14 @@ class Slicer:
             return
         target = ast.Name(given.variable.name, ast.Store())
         node = ast.copy_location(ast.Assign([target], written.node), written.node)
-        self.found[given.variable] = Piece(
+        self.found[given.variable] = CarriedStatement(
             step.order, node, written.frame, written.at, given.variable
         )
         self.read(written.node, written.frame, written.at)
 
     def follow_model(self, node: ast.expr, frame: Frame, at: int) -> None:
         """The statements that make the model itself."""
-        root = self.lookup.find_root(Written(node, frame, at))
+        root = self.lookup.find_root(WrittenExpression(node, frame, at))
         if root is None:
             return
         if root.frame is None:
@@ -133,12 +133,12 @@ class Slicer:
                 kept, self.lookup.models = self.lookup.models, set()
                 meaning = self.lookup.find_attribute(node, frame, at)
                 self.lookup.models = kept
-            if isinstance(meaning, Local):
+            if isinstance(meaning, LocalVariable):
                 self.follow(meaning)
             return
-        self.follow(Local(root, root.frame, self.lookup.place_in(root.frame, frame, at)))
+        self.follow(LocalVariable(root, root.frame, self.lookup.place_in(root.frame, frame, at)))
 
-    def follow(self, local: Local) -> None:
+    def follow(self, local: LocalVariable) -> None:
         """The statements that make or change a variable."""
         if (local.variable, local.at) in self.done:
             return
@@ -154,7 +154,7 @@ class Slicer:
         for index in self.list_steps(local):
             self.take(local.frame, index)
 
-    def list_steps(self, local: Local) -> list[int]:
+    def list_steps(self, local: LocalVariable) -> list[int]:
         """Those that bind or change a variable, from the last that makes it anew."""
         name, frame = local.variable.name, local.frame
         bound = set(self.lookup.list_bindings(name, frame, local.at))
@@ -167,7 +167,7 @@ class Slicer:
         fresh = [i for i in steps if i in bound and self.is_fresh(frame.steps[i], name)]
         return [i for i in steps if not fresh or i >= fresh[-1]]
 
-    def list_steps_of_attribute(self, local: Local) -> list[tuple[Frame, int]]:
+    def list_steps_of_attribute(self, local: LocalVariable) -> list[tuple[Frame, int]]:
         """Those that set or change an attribute of an object, in whichever of its methods."""
         found = []
         for frame in self.lookup.script.reading.frames:
@@ -182,7 +182,7 @@ class Slicer:
                     found.append((frame, index))
         return found
 
-    def is_fresh(self, step: Step, name: str) -> bool:
+    def is_fresh(self, step: WalkedStep, name: str) -> bool:
         """It makes a variable anew, whatever it was before."""
         if self.enclosing(step) is not None or not isinstance(step.node, ast.Assign):
             return False
@@ -195,7 +195,7 @@ class Slicer:
         if whole is None:
             key: object = (id(frame), index)
             if key not in self.found:
-                self.found[key] = Piece(step.order, step.node, frame, index)
+                self.found[key] = CarriedStatement(step.order, step.node, frame, index)
                 self.read(step.node, frame, index)
             return
         key = (id(frame), id(whole))
@@ -206,14 +206,14 @@ class Slicer:
         if parts and isinstance(whole, _HEADED) and first:
             first -= 1
         order = frame.steps[first].order
-        self.found[key] = Piece(order, whole, frame, last + 1)
+        self.found[key] = CarriedStatement(order, whole, frame, last + 1)
         self.read(whole, frame, last + 1)
-        for name in sorted({n for i in range(first, last + 1) for n in _bound(frame, i)}):
-            before = Local(Variable(id(frame), name, frame), frame, first)
+        for name in sorted({n for i in range(first, last + 1) for n in _list_bound_at(frame, i)}):
+            before = LocalVariable(Variable(id(frame), name, frame), frame, first)
             if self.lookup.list_bindings(name, frame, first) and _reads(whole, name):
                 self.follow(before)
 
-    def enclosing(self, step: Step) -> ast.stmt | None:
+    def enclosing(self, step: WalkedStep) -> ast.stmt | None:
         """The outermost statement around a step that has to be carried with it."""
         for outer in step.within:
             if not is_transparent(outer) and outer not in self.passed:
@@ -226,7 +226,7 @@ def _names(part: ast.AST, name: str) -> bool:
     return isinstance(part, ast.Name) and part.id == name
 
 
-def _bound(frame: Frame, index: int) -> list[str]:
+def _list_bound_at(frame: Frame, index: int) -> list[str]:
     return list_bound(frame.steps[index].node)
 
 

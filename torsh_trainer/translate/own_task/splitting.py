@@ -143,7 +143,7 @@ def prune(statements: Sequence[ast.stmt], needed: set[str]) -> list[ast.stmt]:
     """Those that make or change what is needed, in their order."""
     wanted, kept = set(needed), list[ast.stmt]()
     for node in reversed(statements):
-        if _stores(node) & wanted or _changed(node) & wanted:
+        if _stores(node) & wanted or _changes(node) & wanted:
             kept.append(node)
             wanted |= _loads(node)
     return kept[::-1]
@@ -213,7 +213,7 @@ def _stores(node: ast.AST) -> set[str]:
     }
 
 
-def _changed(node: ast.stmt) -> set[str]:
+def _changes(node: ast.stmt) -> set[str]:
     """Names of what a statement changes without binding it."""
     found = set()
     for part in ast.walk(node):

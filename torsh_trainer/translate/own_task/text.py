@@ -24,7 +24,7 @@ def {FILL_IN}(what):
 
 
 @dataclass
-class Parts:
+class TaskBodies:
     """The bodies of the written functions."""
 
     build: list[ast.stmt] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Parts:
     split: Split = field(default_factory=Split)
 
 
-def write_text_of(file: OwnFile, parts: Parts) -> str:
+def write_text_of(file: OwnFile, parts: TaskBodies) -> str:
     """The whole file; imports that nothing of it uses are left out."""
     body = list(_list_classes(file, parts))
     if file.arguments is not None:
@@ -64,7 +64,7 @@ def _list_head(file: OwnFile) -> Iterator[str]:
     yield ""
 
 
-def _list_classes(file: OwnFile, parts: Parts) -> Iterator[str]:
+def _list_classes(file: OwnFile, parts: TaskBodies) -> Iterator[str]:
     name = file.script
     yield from ["", "", f"class {DATA}(DataSource):"]
     yield f'    """The data sets that {name} loads."""'

@@ -15,18 +15,18 @@ from torsh_trainer.translate.own_task.data import FoundData, find_data
 from torsh_trainer.translate.own_task.importing import Importer
 from torsh_trainer.translate.own_task.lookup import Lookup
 from torsh_trainer.translate.own_task.loop import DataLoop, choose_backward, find_loop
-from torsh_trainer.translate.own_task.meanings import Given, Local, Lost, Variable
+from torsh_trainer.translate.own_task.meanings import GivenParameter, LocalVariable, Lost, Variable
 from torsh_trainer.translate.own_task.own_file import ARGUMENTS, FILL_IN, Missing, Names, OwnFile
 from torsh_trainer.translate.own_task.residue import (
     list_changes_of_data,
     list_late_changes,
     list_residue,
 )
-from torsh_trainer.translate.own_task.slicing import Piece, Slicer
+from torsh_trainer.translate.own_task.slicing import CarriedStatement, Slicer
 from torsh_trainer.translate.own_task.splitting import Split, inline_batch, split, undivide
-from torsh_trainer.translate.own_task.text import DATA, TASK, Parts, write_text_of
-from torsh_trainer.translate.python.frames import Frame, Step
-from torsh_trainer.translate.python.training import Backward, TrainingScript, Written
+from torsh_trainer.translate.own_task.text import DATA, TASK, TaskBodies, write_text_of
+from torsh_trainer.translate.python.frames import Frame, WalkedStep
+from torsh_trainer.translate.python.training import Backward, TrainingScript, WrittenExpression
 
 _OURS = ("DataSource", "Task", "Namespace", FILL_IN, ARGUMENTS, TASK, DATA)
 _OF_TASK = [
@@ -53,7 +53,7 @@ _OF_TASK = [
 
 
 @dataclass(frozen=True)
-class OwnTask:
+class WrittenTask:
     """``text`` of the file; ``missing`` is what the user has to fill in; ``values`` are knobs of
     the recipe that follow from the script; ``roots`` are folders that Python has to find."""
 
@@ -64,7 +64,7 @@ class OwnTask:
     notes: tuple[str, ...] = ()
 
 
-def write_task(script: TrainingScript, *, low: bool = False) -> OwnTask:
+def write_task(script: TrainingScript, *, low: bool = False) -> WrittenTask:
     """The task for a script that was read; ``low``: its recipe computes in bf16 or fp16."""
     first = _Writing(script, low, {})
     first.write()
@@ -80,10 +80,10 @@ class _Writing:
         self.lookup = Lookup(script, importer)
         ours = dict.fromkeys(_OURS, "torsh_trainer")
         self.file = OwnFile(importer, script.path.name, low, names={**names, **ours})
-        self.parts = Parts()
+        self.parts = TaskBodies()
         self.notes: list[str] = []
 
-    def write(self) -> OwnTask:
+    def write(self) -> WrittenTask:
         chosen = choose_backward(self.script)
         loop = None if chosen is None else find_loop(self.lookup, chosen[0])
         self.write_model(loop)
@@ -103,7 +103,7 @@ class _Writing:
             values["trainer.max_epochs"] = epochs
         for name, line in self.file.unknown.items():
             self.file.miss("", line, f"args.{name} cannot be told", "state it here")
-        return OwnTask(
+        return WrittenTask(
             write_text_of(self.file, self.parts),
             tuple(self.file.missing),
             values,
@@ -137,7 +137,7 @@ class _Writing:
                 self.parts.build.append(_filling(found))
         passed = frozenset[ast.stmt]() if loop is None else loop.passed
 
-        def inside(frame: Frame, step: Step) -> bool:
+        def inside(frame: Frame, step: WalkedStep) -> bool:
             return loop is None or loop.is_outside(frame, step)
 
         kept, self.lookup.models = self.lookup.models, set()  # here it is a variable
@@ -150,7 +150,7 @@ class _Writing:
         self.parts.build.append(ast.Return(end))
         self.lookup.models = kept
 
-    def close_setup(self, closer: Closer, pieces: Sequence[Piece]) -> list[ast.stmt]:
+    def close_setup(self, closer: Closer, pieces: Sequence[CarriedStatement]) -> list[ast.stmt]:
         """Statements that are done once, with the seeds of torch under which the script does
         them."""
         draws = any(_may_draw(piece.node) for piece in pieces)
@@ -178,7 +178,7 @@ class _Writing:
         ]
 
     @staticmethod
-    def why_lost(outer: Mapping[Variable, Local | Given]) -> Any:
+    def why_lost(outer: Mapping[Variable, LocalVariable | GivenParameter]) -> Any:
         def why(variable: Variable) -> Lost | None:
             if variable not in outer:
                 return None
@@ -198,11 +198,11 @@ class _Writing:
         frame = backward.event.frame
         assert frame is not None
 
-        def inside(where: Frame, step: Step) -> bool:
+        def inside(where: Frame, step: WalkedStep) -> bool:
             return loop.holds(where, step) and not self.is_batch(step, loop)
 
         slicer = Slicer(self.lookup, inside, passed=loop.passed)
-        loss = Written(backward.loss, frame, backward.event.step)
+        loss = WrittenExpression(backward.loss, frame, backward.event.step)
         sliced = slicer.gather([loss])
         outer = {v: m for v, m in sliced.outer.items() if not self.is_of_batch(v, m, loop)}
         names = Names(self.file, ["self", "model"])
@@ -251,14 +251,16 @@ class _Writing:
         told = [_filling(self.file.miss(*row)) for row in dict.fromkeys(residue)]
         self.parts.split.loss = [*told, *self.parts.split.loss]
 
-    def is_batch(self, step: Step, loop: DataLoop) -> bool:
+    def is_batch(self, step: WalkedStep, loop: DataLoop) -> bool:
         """The step that gives a batch its names."""
         if step.node is loop.node:
             return True
         return isinstance(step.node, ast.Assign) and loop.target in step.node.targets
 
-    def is_of_batch(self, variable: Variable, meaning: Local | Given, loop: DataLoop) -> bool:
-        if isinstance(meaning, Given) or variable.frame is not loop.frame:
+    def is_of_batch(
+        self, variable: Variable, meaning: LocalVariable | GivenParameter, loop: DataLoop
+    ) -> bool:
+        if isinstance(meaning, GivenParameter) or variable.frame is not loop.frame:
             return False
         step = self.lookup.find_step(meaning)
         return step is not None and self.is_batch(step, loop)
@@ -273,7 +275,7 @@ class _Writing:
         return ast.Assign([target], ast.Name("batch", ast.Load()), lineno=1)
 
     def name_attributes(
-        self, outer: Mapping[Variable, Local | Given], loop: DataLoop
+        self, outer: Mapping[Variable, LocalVariable | GivenParameter], loop: DataLoop
     ) -> dict[Variable, str]:
         """What the task calls variables that the script makes once, before the loop."""
         slicer = Slicer(self.lookup, loop.is_outside, passed=loop.passed)
@@ -286,7 +288,7 @@ class _Writing:
 
     def write_start(
         self,
-        outer: Mapping[Variable, Local | Given],
+        outer: Mapping[Variable, LocalVariable | GivenParameter],
         attributes: Mapping[Variable, str],
         loop: DataLoop,
     ) -> None:
@@ -387,8 +389,8 @@ def _may_draw(node: ast.stmt) -> bool:
     return any(not name.endswith("Loss") and name not in ("tensor", "to") for name in names)
 
 
-def _line_of(meaning: Local | Given) -> int:
-    if isinstance(meaning, Given):
+def _line_of(meaning: LocalVariable | GivenParameter) -> int:
+    if isinstance(meaning, GivenParameter):
         return meaning.written.place.line
     steps = meaning.frame.steps[: meaning.at + 1]
     return steps[-1].node.lineno if steps else 1

@@ -17,7 +17,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(eq=False)
-class Step:
+class WalkedStep:
     """A statement that was walked, or the head of a loop or ``with``.
 
     ``order`` counts through the whole walk. ``within`` are the loops, ``with`` and conditions that
@@ -49,7 +49,7 @@ class Frame:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     closure: Frame | None = None
     top: Frame | None = None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[WalkedStep] = field(default_factory=list)
 
     @property
     def now(self) -> int:

@@ -21,7 +21,7 @@ ENGINE = "engine"
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenExpression:
     """An expression where it stands: in ``frame``, before its step number ``at`` ends."""
 
     node: ast.expr
@@ -64,15 +64,15 @@ class TrainingScript:
     project: ScriptProject
     engine: str
     backwards: tuple[Backward, ...] = ()
-    models: tuple[Written, ...] = ()
-    data: Written | None = None
-    collate: Written | None = None
+    models: tuple[WrittenExpression, ...] = ()
+    data: WrittenExpression | None = None
+    collate: WrittenExpression | None = None
     divided_by: Any = 1
     reduces: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
-def argument_of(event: Event, name: str, position: int | None = None) -> Written | None:
+def argument_of(event: Event, name: str, position: int | None = None) -> WrittenExpression | None:
     """What a call was given, by its name or by its place, as it is written."""
     node, frame = event.node, event.frame
     if not isinstance(node, ast.Call) or frame is None:
@@ -82,7 +82,7 @@ def argument_of(event: Event, name: str, position: int | None = None) -> Written
         found = node.args[position]
     if found is None or isinstance(found, ast.Starred):
         return None
-    return Written(found, frame, event.step)
+    return WrittenExpression(found, frame, event.step)
 
 
 def loss_of(event: Event) -> ast.expr | None:
@@ -113,15 +113,15 @@ def list_backwards(reading: ScriptReading) -> Iterator[Backward]:
                 yield Backward(loss, event)
 
 
-def models_of_optimizers(reading: ScriptReading) -> tuple[Written, ...]:
+def models_of_optimizers(reading: ScriptReading) -> tuple[WrittenExpression, ...]:
     """What optimizers step, as it is written before ``.parameters()``; of the optimizer that the
     engine wraps first."""
-    found: dict[str, Written] = {}
+    found: dict[str, WrittenExpression] = {}
     for event in (*reading.all("DistributedOptimizer"), *reading.all("optimizer")):
         if event.frame is None or not isinstance(event.node, ast.Call):
             continue
         for part in ast.walk(event.node):
             if isinstance(part, ast.Attribute) and part.attr in ("parameters", "named_parameters"):
-                written = Written(part.value, event.frame, event.step)
+                written = WrittenExpression(part.value, event.frame, event.step)
                 found.setdefault(ast.unparse(part.value), written)
     return tuple(found.values())

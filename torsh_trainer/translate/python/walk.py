@@ -27,7 +27,7 @@ from torsh_trainer.translate.python.events import (
     place_of,
 )
 from torsh_trainer.translate.python.expressions import truth_of
-from torsh_trainer.translate.python.frames import Frame, Step, list_bound
+from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -116,7 +116,7 @@ class Walk(ScriptCalls):
         """Walks a statement, and keeps it; whether it surely leaves the block."""
         if isinstance(node, ast.If | ast.Try | ast.While):
             return self.follow(node, scope, returned)
-        step = Step(node, self.steps, self.within)
+        step = WalkedStep(node, self.steps, self.within)
         self.frame.steps.append(step)
         ended = self.follow(node, scope, returned)
         step.values = {name: scope[name] for name in list_bound(node) if name in scope}
@@ -127,13 +127,8 @@ class Walk(ScriptCalls):
             case ast.Import() | ast.ImportFrom():
                 self.imports(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                inner = isinstance(scope, FunctionScope)
-                scope[node.name] = Function(
-                    node,
-                    self.module,
-                    scope=scope if inner else None,
-                    frame=self.frame if inner else None,
-                )
+                around = (scope, self.frame) if isinstance(scope, FunctionScope) else (None, None)
+                scope[node.name] = Function(node, self.module, None, *around)
                 self.walk_decorators(node, scope)
             case ast.ClassDef():
                 kind = Kind(node, self.module)
