@@ -304,6 +304,11 @@ def test_data_that_cannot_be_found_are_filled_in_by_the_user(
         ),
         (small(model="Net(args.hidden)", setup="model.to(torch.float16)"), "a dtype of the engine"),
         (small(setup="model.half()"), "half precision by hand"),
+        (
+            small("model.fc1.eval()\nloss = F.cross_entropy(model(x), y)"),
+            "model.fc1.eval() changes",
+        ),
+        (small(after="freeze(model)"), "freeze() changes the model that is being trained"),
         (small(model="Net(args.hidden).half()"), "half precision by hand, and the recipe has fp32"),
         (small("loss = F.cross_entropy(x, y)"), "the loss is not computed by the model"),
     ],
@@ -313,6 +318,14 @@ def test_what_would_change_the_result_is_named_where_it_stands(translate, projec
     assert code == 13
     assert said in printed
     assert any(said in place for place in places(text)), text
+
+
+def test_what_only_looks_at_the_model_is_no_matter(translate):
+    script = small(after="report(model)\nmodel.train()")["train.py"]
+    script = script.replace("def main():", "def report(net):\n    print(net)\n\n\ndef main():")
+    code, said, text = translate({"train.py": script}, "train.py", "--world-size", "1")
+    assert code in (0, 10), said
+    assert not places(text)
 
 
 def test_a_place_names_the_line_of_the_script(translate):

@@ -39,7 +39,8 @@ _MODES = ("train", "eval")
 _QUIET_CALLS = re.compile(
     r"(^|\.)(print|print_\w+|log|log_\w+|info|debug|warning|warn|summary|watch|add_graph|write|"
     r"barrier|broadcast_\w+|save|save_\w+|dump|len|format|count_\w+|synchronize|set_device|"
-    r"init_distributed|initialize|add_config_arguments|seed_everything|collect|perf_counter)$"
+    r"init_distributed|initialize|add_config_arguments|seed_everything|collect|perf_counter|"
+    r"evaluate\w*|validate\w*|test\w*|predict\w*|generate|sample|plot\w*|checkpoint\w*)$"
 )
 """Functions that are told something, and change nothing of it."""
 
@@ -141,7 +142,7 @@ def _is_call_for_effect(call: ast.Call, name: str, of_model: bool) -> bool:
         return False
     if root_of(func) == name and isinstance(func, ast.Attribute):
         chained = isinstance(func.value, ast.Call) and _is_changing_call(func.value, name)
-        if of_model and func.attr in _MODES:
+        if of_model and func.attr in _MODES and isinstance(func.value, ast.Name):
             return chained
         if func.attr == "to":
             return chained or has_dtype(call)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from torsh_trainer.translate.own_task.effects import changes, is_quiet, name_of, root_of
 from torsh_trainer.translate.own_task.lookup import Lookup
-from torsh_trainer.translate.own_task.loop import LOOPS, DataLoop
+from torsh_trainer.translate.own_task.loop import DataLoop
 from torsh_trainer.translate.own_task.meanings import Model
-from torsh_trainer.translate.python.frames import Frame, list_bound
+from torsh_trainer.translate.python.frames import Frame, list_bound, match_arguments
 from torsh_trainer.translate.python.training import Backward, TrainingScript, WrittenExpression
+from torsh_trainer.translate.python.values import Function
 
 Residue = tuple[str, int, str, str]
 """A file, a line, what happens there, and what to do."""
@@ -172,27 +173,43 @@ def _hooks(node: ast.stmt) -> bool:
 
 
 def list_late_changes(
-    lookup: Lookup, loop: DataLoop, backward: Backward, made: int
+    lookup: Lookup, loop: DataLoop, backward: Backward, made: float
 ) -> Iterator[Residue]:
-    """What happens to the model after the optimizer is made, and before the loop; ``made`` is the
-    order of that."""
+    """What happens to the model once its optimizer is made, before the loop or in it; ``made`` is
+    the order of that."""
     frame = backward.event.frame
     assert frame is not None
-    for where, at in frame.chain():
-        for i, step in enumerate(where.steps[:at]):
-            if step.order <= made or loop.holds(where, step):
+    for where, _ in frame.chain():
+        for i, step in enumerate(where.steps):
+            call = step.node.value if isinstance(step.node, ast.Expr) else None
+            if step.order <= made or not isinstance(call, ast.Call) or is_quiet(call):
                 continue
-            if not isinstance(step.node, ast.Expr) or not isinstance(step.node.value, ast.Call):
-                continue
-            call = step.node.value
-            if is_quiet(call) or any(
-                o for o in step.within if isinstance(o, LOOPS) and o in loop.passed
-            ):
-                continue
-            for name in sorted({root_of(part) for part in [call.func, *call.args]} - {""}):
-                if isinstance(lookup.find(name, where, i), Model) and changes(
-                    step.node, name, of_model=True
+            after = where is not frame and not any(o in loop.passed for o in step.within)
+            if after and step.order > backward_order(backward):
+                continue  # once all is trained
+            roots = [root_of(part) for part in [call.func, *call.args]]
+            for name in dict.fromkeys(filter(None, roots)):
+                if not isinstance(lookup.find(name, where, i), Model):
+                    continue
+                if changes(step.node, name, of_model=True) and _does_change(
+                    lookup, call, name, where, i
                 ):
-                    words = f"{name_of(call)[:60]}() is given the model after the optimizer is made"
-                    fix = "do it in build_model, or leave it out; then delete this line"
+                    words = f"{name_of(call)[:60]}() changes the model that is being trained"
+                    fix = "do it in build_model or a callback, or leave it out; then delete this"
                     yield where.module.file, step.node.lineno, words, fix
+
+
+def backward_order(backward: Backward) -> float:
+    """Where in a run the backward pass stands."""
+    event = backward.event
+    return event.frame.steps[event.step].order if event.frame is not None else 0.0
+
+
+def _does_change(lookup: Lookup, call: ast.Call, name: str, frame: Frame, at: int) -> bool:
+    """Whether a function of the script changes what it is given; true of those of others."""
+    called = lookup.find_value(call.func.id, frame, at) if isinstance(call.func, ast.Name) else None
+    if not isinstance(called, Function):
+        return True
+    given = match_arguments(called.node, call, bound=False)
+    names = [own for own, node in given.items() if root_of(node) == name]
+    return any(changes(part, own, of_model=True) for part in called.node.body for own in names)
