@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ from torsh_trainer.translate.own_task.own_file import ARGUMENTS
 from torsh_trainer.translate.own_task.slicing import CarriedStatement
 from torsh_trainer.translate.python.frames import Frame
 from torsh_trainer.translate.python.values import is_plain
+
+_DEVICES = re.compile(r"^torch\.device\(|^get_accelerator\(|current_device\(\)|device_name\(")
+"""What makes a device."""
 
 
 class Closer(Detaching, ast.NodeTransformer):
@@ -102,6 +106,8 @@ class Closer(Detaching, ast.NodeTransformer):
                 self.frame, self.at = kept
                 return closed
             case LocalVariable(variable) | GivenParameter(variable):
+                if self.device and isinstance(meaning, LocalVariable) and self.is_device(meaning):
+                    return ast.parse(self.device, mode="eval").body
                 if variable in self.outer:
                     return ast.parse(self.outer[variable], mode="eval").body
                 why = self.lost(variable)
@@ -112,6 +118,12 @@ class Closer(Detaching, ast.NodeTransformer):
                 return self.file.fill_in(file, node, why, fix)
             case _:
                 return node
+
+    def is_device(self, meaning: LocalVariable) -> bool:
+        """Whether the script makes a device of it."""
+        step = self.lookup.find_step(meaning)
+        value = getattr(step.node, "value", None) if step is not None else None
+        return isinstance(value, ast.expr) and _DEVICES.search(ast.unparse(value)) is not None
 
     def write_import(self, meaning: ImportBinding, node: ast.expr) -> ast.expr:
         name = meaning.name

@@ -51,6 +51,21 @@ _CHANGING = re.compile(
 )
 """Beginnings of methods that change what they are called on, though their value is used."""
 
+_DRIVES = frozenset(
+    [
+        "backward",
+        "step",
+        "save_checkpoint",
+        "load_checkpoint",
+        "save_16bit_model",
+        "save_fp16_model",
+        "allreduce_gradients",
+        "set_gradient_accumulation_boundary",
+        "empty_partition_cache",
+        "destroy",
+    ]
+)
+
 _TRANSPARENT = re.compile(
     r"autocast|nullcontext|record_function|profile|Init$|FileLock|no_sync|suppress|tqdm|Timer|"
     r"set_detect_anomaly|on_device|OnDevice|join$"
@@ -159,6 +174,14 @@ def _is_changing_call(call: ast.Call, name: str) -> bool:
     if not isinstance(func, ast.Attribute) or root_of(func) != name:
         return False
     return _CHANGING.search(func.attr) is not None and func.attr not in _QUIET_METHODS
+
+
+def is_of_engine(call: ast.Call) -> bool:
+    """A method by which an engine of DeepSpeed's is driven: its translator judges it."""
+    func = call.func
+    parts = ast.unparse(func).split(".")
+    direct = len(parts) == 2 and parts[1] in _DRIVES
+    return direct or any(part in ("tput_timer", "monitor", "timers") for part in parts[1:])
 
 
 def has_dtype(call: ast.Call) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from torsh_trainer.translate.own_task.effects import changes, is_quiet, name_of, root_of
+from torsh_trainer.translate.own_task.effects import (
+    changes,
+    is_of_engine,
+    is_quiet,
+    name_of,
+    root_of,
+)
 from torsh_trainer.translate.own_task.lookup import Lookup
 from torsh_trainer.translate.own_task.loop import DataLoop
 from torsh_trainer.translate.own_task.meanings import Model
@@ -182,7 +188,9 @@ def list_late_changes(
     for where, _ in frame.chain():
         for i, step in enumerate(where.steps):
             call = step.node.value if isinstance(step.node, ast.Expr) else None
-            if step.order <= made or not isinstance(call, ast.Call) or is_quiet(call):
+            if step.order <= made or not isinstance(call, ast.Call):
+                continue
+            if is_quiet(call) or is_of_engine(call):
                 continue
             after = where is not frame and not any(o in loop.passed for o in step.within)
             if after and step.order > backward_order(backward):
