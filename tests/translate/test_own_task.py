@@ -136,8 +136,6 @@ def test_a_model_with_a_loss_of_its_own_does_too(translate, losses_of, losses_of
 def test_an_evaluation_before_the_training_does_not_set_its_batches(translate):
     script = TEXTS["finetune.py"]
     script = script.replace("(eval_data, batch_size=4)", "(eval_data, batch_size=8)")
-        "DataLoader(eval_data, batch_size=4)", "DataLoader(eval_data, batch_size=8)"
-    )
     loop = script[script.index("        model.eval()") : script.index("\n\nif __name__")]
     before = "\n".join(line[4:] for line in loop.splitlines())
     script = script.replace("    for epoch in range(2):", f"{before}\n    for epoch in range(2):")
