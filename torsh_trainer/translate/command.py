@@ -17,7 +17,13 @@ from torsh_trainer.translate.deepspeed import versions
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
 from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.horovod import versions as horovod_versions
-from torsh_trainer.translate.plan import RECIPE, Plan
+from torsh_trainer.translate.own_task.command import (
+    TaskFile,
+    check_task,
+    list_missing,
+    make_task,
+)
+from torsh_trainer.translate.plan import EXIT_ASKS, RECIPE, Plan
 from torsh_trainer.translate.project import read_project
 from torsh_trainer.translate.reading import is_folder
 from torsh_trainer.translate.recipe import recipe_of
@@ -48,23 +54,40 @@ def main(argv: Sequence[str]) -> int:
     request = request_of(options)
     if options.file is not None and is_folder(Path(options.file)):
         return _translate_project(Path(options.file), request, options)
+    if options.task is not None:
+        check_task(options.task, output=options.output, force=options.force)
     plans = work_of(options.file or "", request).translate_jobs()
+    if options.task is not None and len(plans) > 1:
+        raise ConfigError(
+            f"--task belongs to one job, and {plans[0].source.rpartition(':')[0]} starts "
+            f"{len(plans)}",
+            fix="give the line of one of them with --command",
+        )
+    code = 0
     for number, plan in enumerate(plans, 1):
         if number > 1:
             print("\n")
+        task = None if options.task is None or plan.facts else make_task(plan, options.task)
         _tell(
-            plan,
+            plan if task is None else task.plan,
             argv=argv,
             output=options.output and _number(options.output, number, len(plans)),
             page=options.report and _number(options.report, number, len(plans)),
+            task=task,
         )
-    return max(plan.exit_code for plan in plans)
+        code = max(code, plan.exit_code, EXIT_ASKS if task and task.own.missing else 0)
+    return code
 
 
 def _translate_project(
     folder: Path, request: TranslationRequest, options: argparse.Namespace
 ) -> int:
     """Prints a table of the jobs in a folder; recipes are numbered as the rows are."""
+    if options.task is not None:
+        raise ConfigError(
+            f"--task belongs to one job, and {folder} is a folder",
+            fix="translate the folder without it, then the job by its own line",
+        )
     project = read_project(folder, request)
     if options.output is not None:
         for number, job in enumerate(project.jobs, 1):
@@ -82,11 +105,20 @@ def _translate_project(
     return project.exit_code
 
 
-def _tell(plan: Plan, *, argv: Sequence[str], output: Path | None, page: Path | None) -> None:
-    """Prints one plan, and writes its recipe and report where they are asked for."""
+def _tell(
+    plan: Plan,
+    *,
+    argv: Sequence[str],
+    output: Path | None,
+    page: Path | None,
+    task: TaskFile | None = None,
+) -> None:
+    """Prints one plan, and writes its recipe, task and report where they are asked for."""
     written = output if output is not None and not plan.facts else None
     if written is not None:
         write_text(written, recipe_of(plan), fix=ELSEWHERE)
+    if task is not None:
+        write_text(task.path, task.own.text, fix=ELSEWHERE)
     if page is not None:
         html = page.suffix != ".json"
         text = report.as_html(plan) if html else report.as_json(plan)
@@ -97,8 +129,12 @@ def _tell(plan: Plan, *, argv: Sequence[str], output: Path | None, page: Path | 
         settings = [f"--set {quote(fact.name)}={fact.value}" for fact in plan.facts]
         asked = " ".join(["python -m torsh_trainer translate", *map(quote, argv), *settings])
         print(readable(f"\nfill them in: {asked}"))
-    elif plan.command:
-        command = plan.command.replace(RECIPE, str(written or RECIPE))
+        return
+    if task is not None:
+        print()
+        print(readable("\n".join(list_missing(task))))
+    if plan.command:
+        command = plan.command.replace(RECIPE, quote(str(written or RECIPE)))
         print(readable(f"\nstart it with: {command}"))
     elif written is not None:
         print(f"\n{written}: run it with +recipe={written} and a task")
@@ -200,6 +236,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", "-o", type=Path, metavar="RECIPE.yaml", help="write the recipe there"
     )
+    parser.add_argument(
+        "--task",
+        type=Path,
+        metavar="FILE.py",
+        help="write a task there, which imports the script's model, data and loss; the recipe "
+        "names it",
+    )
+    parser.add_argument("--force", action="store_true", help="replace the file of --task")
     parser.add_argument(
         "--report", type=Path, metavar="FILE", help="write the report: .json or .html"
     )

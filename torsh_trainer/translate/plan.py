@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from torsh_trainer.translate.python.training import TrainingScript
+
 Verdict = Literal[
     "exact", "emulated", "approximate", "performance-only", "dead", "yours", "refused"
 ]
@@ -101,7 +103,8 @@ class Plan:
     ``notes`` what else there is to know. ``facts`` are what is missing: then ``values`` are not all
     of it. ``command`` starts the job, with ``RECIPE.yaml`` for the recipe; ``sweep`` are dotted
     keys with the values that the source tries one after the other. ``files`` are others of the job
-    that were found beside the source: its script, its configuration.
+    that were found beside the source: its script, its configuration. ``script`` is what was read of
+    the script that trains, where there is one.
     """
 
     source: str
@@ -123,6 +126,7 @@ class Plan:
     command: str = ""
     sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     files: tuple[str, ...] = ()
+    script: TrainingScript | None = field(default=None, repr=False, compare=False)
 
     @property
     def counts(self) -> dict[str, int]:

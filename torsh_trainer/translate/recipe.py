@@ -10,6 +10,7 @@ import yaml
 from torsh_trainer.translate.plan import Plan
 
 _ORDER = (
+    "task",
     "trainer",
     "data",
     "optimizer",
@@ -41,7 +42,8 @@ def _head(plan: Plan) -> Iterator[str]:
     if plan.taken_for:
         engine = _one_line(plan.taken_for)
     yield f"# Translated from {_one_line(plan.source)} ({engine})."
-    yield "# It names no model and no data: add task=, model= and data=, here or when it runs."
+    if "task._target_" not in plan.values:
+        yield "# It names no model and no data: add task=, model= and data=, here or when it runs."
     if not {"trainer.max_steps", "trainer.max_epochs"} & set(plan.values):
         yield "# Nor the length of the run: trainer.max_steps or trainer.max_epochs."
     for verdict in ("refused", "approximate"):

@@ -11,6 +11,7 @@ from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.horovod.versions import NEWEST
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Fact
+from torsh_trainer.translate.python.training import TrainingScript
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 ELASTIC = ("min_num_proc", "max_num_proc", "host_discovery_script", "elastic.run")
@@ -79,7 +80,7 @@ class Problem:
 @dataclass(frozen=True)
 class HorovodJob:
     """What the rules look at. ``script``: a training script has been read. ``facts`` are missing;
-    ``files`` are others that were read."""
+    ``files`` are others that were read; ``training`` is what the script says of its step."""
 
     name: str
     options: Options
@@ -89,6 +90,7 @@ class HorovodJob:
     script: bool = False
     facts: tuple[Fact, ...] = ()
     files: tuple[str, ...] = ()
+    training: TrainingScript | None = None
 
     def leaf(self, name: str) -> Leaf | None:
         """The leaf of that name that counts."""

@@ -16,10 +16,15 @@ from torsh_trainer.translate.horovod.script import Event, ScriptReading
 from torsh_trainer.translate.horovod.yaml_files import ARGUMENTS, argument_problem, plain_name
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Fact
+from torsh_trainer.translate.python.branches import ask_for_branch
 from torsh_trainer.translate.python.events import TOO_LONG
-from torsh_trainer.translate.python.parsing import ask_for_branch
 from torsh_trainer.translate.python.project import ScriptProject
 from torsh_trainer.translate.python.torch_calls import name_positional
+from torsh_trainer.translate.python.training import (
+    TrainingScript,
+    list_backwards,
+    models_of_optimizers,
+)
 from torsh_trainer.translate.python.values import ImportedName, Thing, Unknown, is_number, is_plain
 
 WORLD_SIZE = "world_size"
@@ -67,6 +72,7 @@ class Read:
     used: frozenset[str]
     facts: tuple[Fact, ...] = ()
     files: tuple[str, ...] = ()
+    script: TrainingScript | None = None
 
 
 def read(
@@ -103,8 +109,23 @@ def read(
             path=path,
         )
         found = _Leaves(reading, settings, file, name).read(wrapped)
-        files = () if project is None else (*project.opened, *map(str, project.files))
-        return replace(found, files=files)
+        if project is None or path is None:
+            return found
+        divided = next((leaf for leaf in found.leaves if leaf.rule == "loss.division"), None)
+        training = TrainingScript(
+            path,
+            tree,
+            reading,
+            project,
+            "horovod",
+            backwards=tuple(list_backwards(reading)),
+            models=models_of_optimizers(reading),
+            divided_by=1 if divided is None else divided.value,
+            reduces=not reading.all("DistributedOptimizer"),
+            values=settings,
+        )
+        files = (*project.opened, *map(str, project.files))
+        return replace(found, files=files, script=training)
 
     if size is not None:
         return once(size)

@@ -16,6 +16,7 @@ from torsh_trainer.translate.horovod.launch import Launch
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.arguments import read_setting, read_words
 from torsh_trainer.translate.python.parsing import read_source
+from torsh_trainer.translate.python.training import TrainingScript
 from torsh_trainer.translate.reading import text_of
 
 Sort = Literal["launch", "config", "wrapper", "environment", "script"]
@@ -112,6 +113,7 @@ class _Reading:
         self.script = False
         self.facts: tuple[Fact, ...] = ()
         self.files: list[str] = []
+        self.training: TrainingScript | None = None
 
     def read(self, sort: Sort, path: Path, text: str, file: str = "") -> None:
         if sort == "launch":
@@ -185,6 +187,7 @@ class _Reading:
             self.script,
             self.facts,
             tuple(self.files),
+            self.training,
         )
 
     def world_size(self, name: str) -> int | None:
@@ -209,6 +212,7 @@ class _Reading:
         self.take((read.leaves, read.problems))
         self.facts, self.files = read.facts, [*([str(path)] if file else []), *read.files]
         self.used |= read.used
+        self.training = read.script
         self.script = True
 
     def check_problems(self, name: str) -> None:

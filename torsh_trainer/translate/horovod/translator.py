@@ -91,6 +91,7 @@ def _plan_of(job: HorovodJob) -> Plan:
         notes=_notes(job),
         facts=job.facts,
         files=job.files,
+        script=job.training,
     )
 
 

@@ -283,6 +283,7 @@ class _Planning:
             notes=tuple(self.notes()),
             facts=tuple(sorted(job.facts.values(), key=lambda fact: fact.line)),
             command=self.command(),
+            script=below.script if below else None,
         )
 
     def fits(self, key: str) -> bool:

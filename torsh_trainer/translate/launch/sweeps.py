@@ -30,7 +30,7 @@ def join_rounds(rounds: Sequence[Rounds], plans: Sequence[Plan]) -> list[Plan]:
             f"a loop starts it {len(plans)} times ({loop}), and only the script's own arguments "
             "differ: keep the loop around the command"
         )
-        return [replace(first, notes=(*first.notes, note))]
+        return [replace(first, notes=(*first.notes, note), script=None)]
     columns = {key: _distinct([plan.values.get(key) for plan in plans]) for key in differing}
     wanted = [tuple(_hash_of(plan.values.get(key)) for key in differing) for plan in plans]
     every = [
@@ -46,6 +46,7 @@ def join_rounds(rounds: Sequence[Rounds], plans: Sequence[Plan]) -> list[Plan]:
             sweep={key: tuple(values) for key, values in columns.items()},
             notes=(*first.notes, note),
             command=" ".join([first.command, "-m", *texts]),
+            script=None,
         )
     ]
 

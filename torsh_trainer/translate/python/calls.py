@@ -18,6 +18,7 @@ from torsh_trainer.translate.python.events import (
     place_of,
 )
 from torsh_trainer.translate.python.expressions import Expressions
+from torsh_trainer.translate.python.frames import Frame, match_arguments
 from torsh_trainer.translate.python.values import (
     FUNCTIONS,
     Function,
@@ -46,6 +47,10 @@ class ScriptCalls(Expressions):
         self.around = Around()
         self.visited: set[tuple[str, str]] = set()
         self.seen: set[tuple[str, str, int, int]] = set()
+        self.frame = Frame(self.module)
+        self.tops: dict[str, Frame] = {"": self.frame}
+        self.frames: list[Frame] = [self.frame]
+        self.within: tuple[ast.stmt, ...] = ()
 
     def block(
         self, body: Sequence[ast.stmt], scope: Scope, returned: Returned | None = None
@@ -105,17 +110,40 @@ class ScriptCalls(Expressions):
         if label in self.around.calls or len(self.around.calls) > _DEEPEST_CALLS:
             return nothing
         caller, self.module = self.module, function.module
-        scope = dict(_bind_arguments(definition, args, named, self))
+        arguments = dict(_bind_arguments(definition, args, named, self))
+        frame, within = self.frame, self.within
+        self.frame, self.within = self.enter(function, arguments, node), ()
         kept = self.around
         handed = any(isinstance(arg, Unknown) and ".grad" in arg.text for arg in args)
         self.around = replace(
             kept, calls=(*kept.calls, label), of_gradients=kept.of_gradients or handed
         )
         returned = Returned()
-        names = FunctionScope(scope, self.module.scope, definition, function.enclosing)
+        names = FunctionScope(arguments, self.module.scope, definition, function.enclosing)
         self.block(definition.body, names, returned)
         self.around, self.module = kept, caller
+        self.frame, self.within = frame, within
         return returned.values[0] if len(returned.values) == 1 else nothing
+
+    def enter(self, function: Function, arguments: Mapping[str, Any], node: ast.AST) -> Frame:
+        """The frame of a call."""
+        called = isinstance(node, ast.Call)
+        given = match_arguments(function.node, node, bound=function.kind is not None)
+        if function.kind is not None and function.node.name == "__init__":
+            names = [part.arg for part in function.node.args.args]
+            given = {name: value for name, value in given.items() if name not in names[:1]}
+        frame = Frame(
+            function.module,
+            function.node,
+            caller=self.frame if called else None,
+            called_at=self.frame.now,
+            given=given,
+            arguments=arguments,
+            closure=function.frame,
+            top=self.tops.get(function.module.file),
+        )
+        self.frames.append(frame)
+        return frame
 
     def make(self, kind: Kind, args: list[Any], named: dict[str, Any], node: ast.AST) -> Thing:
         """An object of a class of the script."""
@@ -228,6 +256,8 @@ class ScriptCalls(Expressions):
                     around.under,
                     around.every,
                     self.module.file,
+                    self.frame,
+                    self.frame.now,
                 )
             )
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torsh_trainer.translate.nodes import Place
+from torsh_trainer.translate.python.frames import Frame
 
 
 @dataclass(frozen=True)
 class Event:
     """A call that matters. ``loops`` are the loops around it, outermost first, ``under`` the
     condition around it that cannot be told; ``every``: it is done in every so many-th round.
-    ``file`` is another module's, where it stands in one; empty for the script itself."""
+    ``file`` is another module's, where it stands in one; empty for the script itself. ``frame`` and
+    ``step`` say where in the run, None of what the walk has not met itself."""
 
     what: str
     place: Place
@@ -25,6 +27,8 @@ class Event:
     under: str = ""
     every: int = 1
     file: str = ""
+    frame: Frame | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,14 @@ class ScriptReading:
     """What a script does, in the order of a run; ``used`` are the settings that were asked for.
 
     ``is_whole``: all of it was followed; a script of very many statements is not. ``skipped`` are
-    the branches that were not.
+    the branches that were not, ``frames`` all calls of its functions, and the modules.
     """
 
     events: tuple[Event, ...]
     used: frozenset[str]
     is_whole: bool = True
     skipped: tuple[Skipped, ...] = ()
+    frames: tuple[Frame, ...] = ()
 
     def all(self, what: str) -> list[Event]:
         """The events of one sort."""

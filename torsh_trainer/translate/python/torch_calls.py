@@ -93,6 +93,9 @@ class TorchWalk(FileWalk):
         if last in ("autocast", "GradScaler"):
             self.event(last, node, {"dotted": dotted, "args": args, **named})
             return Thing("scaler", place_of(node)) if last == "GradScaler" else self.unknown(node)
+        if dotted in ("torch.manual_seed", "torch.random.manual_seed"):
+            self.event("seed", node, {"value": args[0] if args else None})
+            return self.unknown(node)
         of_transformers = dotted.startswith(_SCHEDULES) and "schedule" in last
         if of_transformers or dotted.startswith("torch.optim.lr_scheduler."):
             facts = {"class": last, "args": args, "named": named}

@@ -51,6 +51,8 @@ class Thing:
     kind: str
     place: Place
     facts: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Attributes with the frame and the step in which they were set."""
 
 
 class ScriptDict(dict[str, Any]):
@@ -115,6 +117,8 @@ class Function:
     module: Module
     kind: Kind | None = None
     enclosing: dict[str, Any] | None = None
+    frame: Any = field(default=None, compare=False, repr=False)
+    """The frame of that function."""
 
     @property
     def name(self) -> str:

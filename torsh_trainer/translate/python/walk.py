@@ -8,6 +8,7 @@ be told is taken or not; of another both are walked, and what differs between th
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from torsh_trainer.translate.python.events import (
     place_of,
 )
 from torsh_trainer.translate.python.expressions import truth_of
+from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -85,8 +87,13 @@ class Walk(ScriptCalls):
         except RecursionError as error:
             raise ConfigError(f"{name} is nested too deep", fix="simplify it") from error
         is_whole = self.steps <= _MOST_STEPS
-        skipped = tuple(self.skipped)
-        return ScriptReading(tuple(self.events), frozenset(self.used), is_whole, skipped)
+        return ScriptReading(
+            tuple(self.events),
+            frozenset(self.used),
+            is_whole,
+            tuple(self.skipped),
+            tuple(self.frames),
+        )
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
         """A function of the script is decorated by something imported."""
@@ -119,12 +126,22 @@ class Walk(ScriptCalls):
         return False
 
     def statement(self, node: ast.stmt, scope: Scope, returned: Returned) -> bool:
+        """Walks a statement, and keeps it; whether it surely leaves the block."""
+        if isinstance(node, ast.If | ast.Try | ast.While):
+            return self.follow(node, scope, returned)
+        step = WalkedStep(node, self.steps, self.within)
+        self.frame.steps.append(step)
+        ended = self.follow(node, scope, returned)
+        step.values = {name: scope[name] for name in list_bound(node) if name in scope}
+        return ended
+
+    def follow(self, node: ast.stmt, scope: Scope, returned: Returned) -> bool:
         match node:
             case ast.Import() | ast.ImportFrom():
                 self.imports(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                enclosing = scope if isinstance(scope, FunctionScope) else None
-                scope[node.name] = Function(node, self.module, enclosing=enclosing)
+                around = (scope, self.frame) if isinstance(scope, FunctionScope) else (None, None)
+                scope[node.name] = Function(node, self.module, None, *around)
                 self.walk_decorators(node, scope)
             case ast.ClassDef():
                 kind = Kind(node, self.module)
@@ -149,11 +166,13 @@ class Walk(ScriptCalls):
                     value = self.value(item.context_expr, scope)
                     if item.optional_vars is not None:
                         self.assign(item.optional_vars, value, scope)
-                return self.block(node.body, scope, returned)
+                with self.inside(node):
+                    return self.block(node.body, scope, returned)
             case ast.Try():
                 ended = self.block(node.body, scope, returned)
-                for handler in node.handlers:
-                    self.block(handler.body, dict(scope), returned)
+                with self.inside(node):
+                    for handler in node.handlers:
+                        self.block(handler.body, dict(scope), returned)
                 self.block(node.orelse, scope, returned)
                 return self.block(node.finalbody, scope, returned) or ended
             case ast.Delete():
@@ -168,6 +187,15 @@ class Walk(ScriptCalls):
             case _:
                 pass
         return False
+
+    @contextlib.contextmanager
+    def inside(self, node: ast.stmt) -> Iterator[None]:
+        """Steps that are walked meanwhile stand within ``node``."""
+        kept, self.within = self.within, (*self.within, node)
+        try:
+            yield
+        finally:
+            self.within = kept
 
     def imports(self, node: ast.Import | ast.ImportFrom, scope: Scope) -> None:
         """What names stand for: modules of the project and what is in them, else full names."""
@@ -210,8 +238,13 @@ class Walk(ScriptCalls):
             names = {"__name__": dotted.lstrip("."), **self.name_file(file)}
             self.module = self.modules[file] = Module(file, names)
             self.around = Around(calls=around.calls)
+            frame, within = self.frame, self.within
+            self.frame, self.within = Frame(self.module), ()
+            self.tops[file] = self.frame
+            self.frames.append(self.frame)
             self.block(tree.body, self.module.scope)
             self.module, self.around = importer, around
+            self.frame, self.within = frame, within
         return self.modules[file]
 
     def name_file(self, file: str) -> dict[str, Any]:
@@ -241,6 +274,8 @@ class Walk(ScriptCalls):
                     before = owner.facts.get(target.attr)
                     settled = is_plain(before) and before is not None
                     owner.facts[target.attr] = self.sure(value, target) if settled else value
+                    origins = owner.origins.setdefault(target.attr, [])
+                    origins.append((self.frame, self.frame.now))
             case ast.Subscript():
                 key = self.value(target.slice, scope)
                 owner = self.value(target.value, scope)
@@ -315,8 +350,9 @@ class Walk(ScriptCalls):
         else:
             self.around = replace(kept, every=every)
         one, other = copy.copy(scope), copy.copy(scope)
-        ended = self.block(node.body, one, returned)
-        ended_else = self.block(node.orelse, other, returned)
+        with self.inside(node):
+            ended = self.block(node.body, one, returned)
+            ended_else = self.block(node.orelse, other, returned)
         self.around = kept
         if ended and ended_else and node.orelse:
             return True
@@ -364,14 +400,16 @@ class Walk(ScriptCalls):
         self.around = replace(kept, loops=(*kept.loops, id(node)))
         if isinstance(node, ast.While):
             self.value(node.test, scope)
-            self.block(node.body, scope, returned)
+            with self.inside(node):
+                self.block(node.body, scope, returned)
         else:
             over = self.value(node.iter, scope)
             self.walk_loop(over, node)
             known = _rounds_of(over, node)
             for item in [self.unknown(node.target)] if known is None else known:
                 self.assign(node.target, item, scope)
-                self.block(node.body, scope, returned)
+                with self.inside(node):
+                    self.block(node.body, scope, returned)
         self.around = kept
         self.block(node.orelse, scope, returned)
 

@@ -27,15 +27,16 @@ from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import refuse
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan, ScriptPlan
 from torsh_trainer.translate.python.arguments import read_setting
+from torsh_trainer.translate.python.branches import ask_for_branch
 from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
 from torsh_trainer.translate.python.files import name_path
 from torsh_trainer.translate.python.parsing import (
-    ask_for_branch,
     note_lines,
     parse,
     read_source,
 )
 from torsh_trainer.translate.python.project import ScriptProject, note_unread, record_of
+from torsh_trainer.translate.python.training import TrainingScript, argument_of, list_backwards
 from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
 from torsh_trainer.translate.reading import Document, read_text, text_of
 
@@ -86,7 +87,7 @@ class _ScriptPlanning:
         self.config_words = ""
 
     def plan(self) -> Plan:
-        tree = parse(read_source(self.path), name=self.name)
+        self.tree = tree = parse(read_source(self.path), name=self.name)
         walk = DeepSpeedWalk(
             self.world_size(),
             self.request.arguments,
@@ -312,6 +313,18 @@ class _ScriptPlanning:
             facts=tuple(self.facts),
             command=_RUN,
             files=(*self.project.opened, *map(str, self.project.files)),
+            script=TrainingScript(
+                self.path,
+                self.tree,
+                reading,
+                self.project,
+                DEEPSPEED,
+                backwards=tuple(list_backwards(reading)),
+                models=tuple(filter(None, [argument_of(event, "model", 1)])),
+                data=argument_of(event, "training_data", 4),
+                collate=argument_of(event, "collate_fn", 9),
+                values=self.settings,
+            ),
         )
 
     def state_facts(self, reading: ScriptReading) -> Plan:

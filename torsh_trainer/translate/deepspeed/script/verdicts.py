@@ -161,7 +161,7 @@ def _outcomes_of(
         count = event.facts["count"]
         if count > 0 and steps and event.loops[-1] in steps[0].loops[:-1]:
             yield "epochs", count, exact("rounds of the outer loop", trainer__max_epochs=count)
-    elif what == "loop.loader":
+    elif what == "loop.loader" and _trains(event, reading):
         yield from _outcomes_of_loader(event)
 
 
@@ -181,6 +181,12 @@ def _outcome_of_clipping(event: Event, stage: int, accumulate: int) -> Outcome:
     if event.what == "clip_grad_value" or not is_number(value):
         return refuse("set trainer.max_grad_norm or trainer.max_grad_value")
     return exact("the same formula", trainer__max_grad_norm=value)
+
+
+def _trains(event: Event, reading: ScriptReading) -> bool:
+    """Whether a loop holds a backward pass; an evaluation does not, and its batches are its own."""
+    backwards = reading.all("engine.backward")
+    return not backwards or any(event.loops[-1] in backward.loops for backward in backwards)
 
 
 def _outcomes_of_loader(event: Event) -> Iterator[tuple[str, Any, Outcome]]:
