@@ -153,13 +153,14 @@ class TrainLoader:
             self._loaded.close()
 
     def _with_known(self, weight: float) -> Iterator[StepWork]:
-        move = self._move
+        move, moves = self._move, self._move.moves
         for (epoch, shares, samples, ends_epoch), batches in self._loaded:
             placed = self._places(shares, samples)
-            for batch, (ids, _) in zip(batches, shares, strict=True):
-                self._left_out.look(batch, len(ids))
+            if self._left_out.looks:
+                for batch, (ids, _) in zip(batches, shares, strict=True):
+                    self._left_out.look(batch, len(ids))
             micro = [
-                MicroBatch(move(batch), counts * weight, key, place)
+                MicroBatch(move(batch) if moves else batch, counts * weight, key, place)
                 for batch, (_, counts), (key, place) in zip(batches, shares, placed, strict=True)
             ]
             yield StepWork(micro, samples * weight, samples, epoch, ends_epoch)

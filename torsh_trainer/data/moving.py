@@ -36,9 +36,10 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.moves = device.type != "cpu"
 
     def __call__(self, batch: Any) -> Any:
-        return batch if self.device.type == "cpu" else self._visit(batch)
+        return self._visit(batch) if self.moves else batch
 
     def mark(self) -> Any:
         """Ends what was moved since the last mark; ``arrive`` with it before that is used."""

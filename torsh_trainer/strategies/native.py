@@ -39,6 +39,8 @@ from torsh_trainer.strategies.trainability import Change, Trainable, agree
 from torsh_trainer.strategies.writes import Writes, copy_words
 from torsh_trainer.tasks.base import Mean, Task, why_no_backward
 
+_NOTHING = contextlib.nullcontext()
+
 
 class NativeEngine(Engine):
     """One process's engine on plain torch; by itself it is the engine of ``single``.
@@ -221,11 +223,16 @@ class NativeEngine(Engine):
         return loss.detach(), micro.weight
 
     def _forward(self, batch: Any, task: Task) -> Tensor:
-        with self._writes.watch_forward():
-            if self._autocast is None:
-                return task.loss(task.forward(self.module, batch), batch)
-            with torch.autocast(self._device.type, dtype=self._autocast):
-                return task.loss(task.forward(self.module, batch), batch)
+        if not self._writes.count_forward():
+            return self._loss_of(batch, task)
+        with self._writes.watch_counted():
+            return self._loss_of(batch, task)
+
+    def _loss_of(self, batch: Any, task: Task) -> Tensor:
+        if self._autocast is None:
+            return task.loss(task.forward(self.module, batch), batch)
+        with torch.autocast(self._device.type, dtype=self._autocast):
+            return task.loss(task.forward(self.module, batch), batch)
 
     def _watch_writes(self, job: Job) -> Writes:
         rounds = job.precision.params != "fp32"
@@ -404,7 +411,7 @@ class NativeEngine(Engine):
 
     def _stepping(self) -> contextlib.AbstractContextManager[None]:
         """Around whatever steps an optimizer, or makes its state."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
 
 def _forget_state(optimizer: Optimizer) -> None:

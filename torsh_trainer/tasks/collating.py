@@ -80,20 +80,29 @@ class LeftOut:
 
     def __init__(self, task: Task) -> None:
         counts = task.sample_weight is None and type(task).weight is not Task.weight
-        self._looks = not counts and task.data.collate is not None
+        self.looks = not counts and task.data.collate is not None
 
     def look(self, batch: Any, drawn: int) -> None:
         """``batch`` was made of ``drawn`` samples."""
-        if not self._looks:
+        if not self.looks or _rows_of_first(batch) == drawn:
             return
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         rows = {shape[0] for shape in shapes if shape}
         if len(rows) != 1 or any(drawn in shape for shape in shapes) or max(rows) > drawn:
             return  # no rows of samples, or all of them in another dimension
-        self._looks = False
+        self.looks = False
         log.warning(
             f"collate gave {max(rows)} rows for {drawn} samples, and their mean counts as that "
             f"of {drawn}: the number of processes shows in the result. Leave samples out of the "
             "dataset instead, or set sample_weight = None in the task, and let weight(batch) count "
             "what the loss is a mean over"
         )
+
+
+def _rows_of_first(batch: Any) -> int | None:
+    """The rows of the first tensor of a flat batch: all that most batches are asked, each step."""
+    if isinstance(batch, tuple | list) and batch:
+        batch = batch[0]
+    elif isinstance(batch, dict) and batch:
+        batch = next(iter(batch.values()))
+    return len(batch) if isinstance(batch, Tensor) and batch.dim() else None
