@@ -80,13 +80,17 @@ class Interrupted(TorshError):
         return 128 + int(self.facts.get("signal", 2))
 
 
+_FEW = 60
+"""More names than these are no offer."""
+
+
 def nearest(word: str, candidates: Iterable[str], *, most: int = 3) -> str:
     """The words of an offer: ``did you mean 'ddp'?``, else all names when they are few."""
     names = sorted(candidates)
     close = difflib.get_close_matches(word, names, n=most, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
-    return "choose one of " + ", ".join(names) if names else ""
+    return "choose one of " + ", ".join(names) if 0 < len(names) <= _FEW else ""
 
 
 def _rebuild(kind: type[TorshError], sentence: str, fix: str, facts: dict[str, Any]) -> TorshError:

@@ -713,3 +713,21 @@ def test_two_jobs_that_name_two_files_ask_for_them_by_their_paths(tmp_path):
     assert sizes == [2, 7]
     path.write_text(line.format("conf/one.json") * 2)
     assert {fact.name for plan in plans_of(path) for fact in plan.facts} == {"deepspeed"}
+
+
+def test_a_file_that_starts_what_it_is_given_asks_for_that(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text("GPUS=$1\ntorchrun --nproc_per_node=$GPUS ${@:2}\n")
+    [plan] = plans_of(path)
+    assert {fact.name for fact in plan.facts} == {"1", "@"}
+    stated = {"1": "4", "@": "4 train.py --lr 3"}
+    [plan] = plans_of(path, settings=stated)
+    assert not plan.facts
+    assert "torchrun starts train.py, 4 processes" in plan.taken_for
+    assert verdicts(plan)["--lr"] == "yours"
+
+
+def test_what_hangs_on_nothing_is_told_with_a_short_offer():
+    with pytest.raises(ConfigError) as refusal:
+        plan_of("torchrun --nproc_per_node $N train.py", settings={"bogus": "1"})
+    assert len(str(refusal.value)) < 200

@@ -150,11 +150,23 @@ def plan_job(
         job.configured = list_keys(document)
     if not job.family and _hands_file_to_trainer(job):
         job.family = "hugging-face"
+    _ask_for_words(job)
     script = None if job.family else _find_script(job, finder)
     planning = _Planning(job, asked, document, script)
     plan = planning.plan()
     used |= planning.used
     return plan
+
+
+def _ask_for_words(job: LaunchJob) -> None:
+    """A file that starts what it is given (``torchrun $@``) says nothing about it by itself."""
+    word = job.line.script
+    hole = None if word is None else next((h for h in word.holes if h.name == "@"), None)
+    if word is None or hole is None or word.text != hole.text:
+        return
+    look = "the script and its arguments, as you give them to this file"
+    place = f"{hole.text} (line {word.place.line})"
+    _ask(job, Fact("@", place, look, word.place.line, "'train.py ARGS'"))
 
 
 def _find_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
@@ -758,9 +770,8 @@ def check_settings(settings: Mapping[str, str], text: str, known: set[str]) -> N
         ConfigError: one does not.
     """
     variables = set(re.findall(r"\$\{?[#!]?(\w+)", text)) | set(re.findall(r"(\w+)\+?=", text))
+    variables |= {"@"} if re.search(r"\$\{?[@*]", text) else set()
     for name in settings:
         if name not in variables and name not in known:
-            raise ConfigError(
-                f"--set {name}: nothing of this job hangs on it",
-                fix=nearest(name, {*variables, *known}),
-            )
+            offer = nearest(name, {*variables, *known}) or nearest(name, variables)
+            raise ConfigError(f"--set {name}: nothing of this job hangs on it", fix=offer)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.events import place_of
@@ -23,7 +24,7 @@ def call_parser(
 ) -> Any:
     """The value of a method of a parser."""
     if name == "add_argument":
-        _declare(owner.facts["defaults"], args, named, walk)
+        _declare(owner.facts, args, named, walk)
         return walk.unknown(node)
     if name in ("add_argument_group", "add_mutually_exclusive_group"):
         return owner
@@ -31,6 +32,7 @@ def call_parser(
         owner.facts["defaults"] |= named
     if name in ("parse_args", "parse_known_args"):
         found = dict(owner.facts["defaults"])
+        _take_short_forms(owner.facts.get("declared", {}), found, walk)
         for key in found:
             if key in walk.arguments:
                 walk.used.add(key)
@@ -53,10 +55,42 @@ def define_flag(walk: Expressions, args: list[Any], named: Mapping[str, Any]) ->
     walk.flags[name] = Unknown(f"FLAGS.{name}", Place()) if value is None else value
 
 
+class GivenWord(str):
+    """The word behind an option; ``more`` are those that follow it, up to the next option."""
+
+    more: tuple[str, ...] = ()
+
+
+class _Declared(NamedTuple):
+    """An option of argparse: the name of its value, and how words are read for it."""
+
+    name: str
+    read: Callable[[Any], Any]
+
+
+def _take_short_forms(
+    declared: Mapping[str, _Declared], found: dict[str, Any], walk: Expressions
+) -> None:
+    """What the line gives as argparse allows it: ``--batch`` for ``--batch-size``, ``-b32``."""
+    for word, value in walk.arguments.items():
+        if word in declared or not word.startswith("-"):
+            continue
+        if word.startswith("--"):
+            meant = [flag for flag in declared if flag.startswith(word)]
+            names = {declared[flag].name for flag in meant}
+            if len(names) == 1:
+                walk.used.add(word)
+                found[names.pop()] = declared[meant[0]].read(value)
+        elif word[:2] in declared and len(word) > 2:
+            walk.used.add(word)
+            found[declared[word[:2]].name] = declared[word[:2]].read(word[2:])
+
+
 def _declare(
-    defaults: dict[str, Any], args: list[Any], named: Mapping[str, Any], walk: Expressions
+    facts: dict[str, Any], args: list[Any], named: Mapping[str, Any], walk: Expressions
 ) -> None:
     """Enters an argument of argparse with what it is where nobody says otherwise."""
+    defaults = facts["defaults"]
     flags = [arg for arg in args if isinstance(arg, str)]
     long = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
     name = named.get("dest", long.lstrip("-").replace("-", "_"))
@@ -72,10 +106,27 @@ def _declare(
         and kind.dotted in ("int", "float")
     ):
         default = compute(FUNCTIONS[kind.dotted], default, otherwise=Unknown(name, Place()))
+
+    def read(raw: Any) -> Any:
+        count = named.get("nargs")
+        several = count not in (None, "?")
+        words = [raw, *getattr(raw, "more", ())] if several else [raw]
+        words = words[:count] if isinstance(count, int) else words
+        values = [_read_word(word, kind, switched, named.get("const")) for word in words]
+        return values if several else values[0]
+
+    optional = action in ("BooleanOptionalAction", "argparse.BooleanOptionalAction") or (
+        isinstance(action, ImportedName) and action.dotted.endswith("BooleanOptionalAction")
+    )
+    for flag in flags:
+        facts.setdefault("declared", {})[flag] = _Declared(name, read)
+        if optional and (off := f"--no-{flag.lstrip('-')}") in walk.arguments:
+            walk.used.add(off)
+            default = False
     given = next((flag for flag in flags if flag in walk.arguments), None)
     if given is not None:
         walk.used.add(given)
-        default = _read_word(walk.arguments[given], kind, switched, named.get("const"))
+        default = True if optional else read(walk.arguments[given])
     required = default is None and "default" not in named
     if required and (named.get("required") or not long.startswith("-")):
         default = Unknown(f"args.{name}", Place())
@@ -91,7 +142,7 @@ def _read_word(raw: Any, kind: Any, switched: bool | None, const: Any) -> Any:
     types: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str}
     if isinstance(kind, ImportedName) and kind.dotted in types:
         return compute(types[kind.dotted], raw, otherwise=Unknown(str(raw), Place()))
-    return raw
+    return str(raw) if isinstance(raw, str) else raw
 
 
 def read_words(words: Sequence[str]) -> dict[str, Any]:
@@ -101,10 +152,19 @@ def read_words(words: Sequence[str]) -> dict[str, Any]:
         flag, equals, inline = word.partition("=")
         if not flag.startswith("-") or _is_number(flag):
             continue
-        following = words[i + 1] if i + 1 < len(words) else "-"
-        alone = following.startswith("-") and not _is_number(following)
-        found[flag] = inline if equals else True if alone else following
+        behind = list(itertools.takewhile(_is_value, words[i + 1 :]))
+        if equals:
+            found[flag] = inline
+        elif behind:
+            found[flag] = GivenWord(behind[0])
+            found[flag].more = tuple(behind[1:])
+        else:
+            found[flag] = True
     return found
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or _is_number(word)
 
 
 def _is_number(text: str) -> bool:

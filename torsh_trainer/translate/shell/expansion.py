@@ -170,6 +170,8 @@ class Expander:
         known = None if value is None else text_if_known(value)
         if known is None:
             return (Hole(name, text),)
+        if name in ("@", "*") and re.fullmatch(r":\d+", rest):  # words, not letters
+            return (" ".join(known.split()[max(0, int(rest[1:]) - 1) :]),)
         changed = _change(known, rest, lambda raw: text_if_known(self.template(raw, state)))
         return hole if changed is None else (changed,)
 
