@@ -8,6 +8,7 @@ from pathlib import Path
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate.python.parsing import read_source
 
+_TORCH = r"torch"
 _KINDS = (
     (
         r"(pytorch_)?lightning",
@@ -33,7 +34,7 @@ _KINDS = (
         "only scripts that train torch are translated",
     ),
     (
-        r"torch",
+        _TORCH,
         "trains plain torch, without an engine to translate",
         (
             "write it as a task (docs/user_code.md), or translate the line that starts it: "
@@ -53,8 +54,27 @@ def explain_script(path: Path) -> ConfigError | None:
     except (ConfigError, ResourceError):
         return None
     for pattern, what, fix in _KINDS:
+        if pattern == _TORCH and (error := _explain_torch(path, text)) is not None:
+            return error
         if re.search(rf"^\s*(?:from|import)\s+(?:[^#\n]*,\s*)?{pattern}", text, re.MULTILINE):
             return ConfigError(f"{path} {what}", fix=fix)
     return ConfigError(
         f"{path} imports no engine that is known here", fix="name the script that trains"
     )
+
+
+def _explain_torch(path: Path, text: str) -> ConfigError | None:
+    """Words for a file with torch that is no plain script; None where it trains by torch alone."""
+    engine = re.search(r"\b(horovod|deepspeed)\b", text)
+    if engine is not None:
+        return ConfigError(
+            f"{path} speaks of {engine[1]}, and imports it in no way that reading follows",
+            fix="name the script that trains, or the line that starts it: translate --command "
+            "'...'",
+        )
+    if "torch" in text and ".backward(" not in text:
+        return ConfigError(
+            f"{path} calls no backward: what trains, if anything, stands in other files",
+            fix="name the script that trains, or the folder of the project",
+        )
+    return None
