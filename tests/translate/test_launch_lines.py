@@ -732,3 +732,27 @@ def test_what_hangs_on_nothing_is_told_with_a_short_offer():
     with pytest.raises(ConfigError) as refusal:
         plan_of("torchrun --nproc_per_node $N train.py", settings={"bogus": "1"})
     assert len(str(refusal.value)) < 200
+
+
+def test_every_key_of_fsdp_config_has_a_verdict(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = (
+        "torchrun --nproc_per_node 4 train.py --output_dir out --learning_rate 1e-4 "
+        "--per_device_train_batch_size 2 --fsdp 'full_shard auto_wrap' --fsdp_config "
+    )
+    Path("fsdp.json").write_text(
+        '{"fsdp_transformer_layer_cls_to_wrap": ["Block"], "min_num_params": 0, "xla": true,\n'
+        ' "activation_checkpointing": true, "reshard_after_forward": false, "bogus": 1}'
+    )
+    plan = plan_of(f"{line} fsdp.json")
+    found = {f.key.removeprefix("fsdp_config."): f.verdict for f in plan.findings}
+    assert found["xla"] == "refused"
+    assert found["bogus"] == "dead"
+    assert found["fsdp_transformer_layer_cls_to_wrap"] == found["min_num_params"] == "exact"
+    assert plan.values["strategy.wrap_modules"] == ["Block"]
+    assert plan.values["trainer.activation_checkpointing"] is True
+    assert plan.values["strategy.reshard_after_forward"] is False
+    inline = plan_of(f"""{line} '{{"min_num_params": 1000}}'""")
+    assert inline.values["strategy.wrap_min_parameters"] == 1000
+    [fact] = plan_of(f"{line} gone.json").facts
+    assert fact.name == "fsdp_config"

@@ -101,6 +101,7 @@ class LaunchJob:
     source: str
     arguments: tuple[StatedFlag, ...] = ()
     yaml: tuple[StatedFlag, ...] = ()
+    fsdp: tuple[StatedFlag, ...] = ()
     family: str = ""
     world: WorldShape = field(default_factory=WorldShape)
     configured: Mapping[str, Any] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
 from torsh_trainer.translate.deepspeed.auto import list_needs
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
-from torsh_trainer.translate.launch import trainer_arguments
+from torsh_trainer.translate.launch import fsdp_file, trainer_arguments
 from torsh_trainer.translate.launch.configuration import (
     FileFinder,
     list_keys,
@@ -27,6 +27,7 @@ from torsh_trainer.translate.launch.configuration import (
 )
 from torsh_trainer.translate.launch.deepspeed_flags import parse_resources
 from torsh_trainer.translate.launch.flags import FlagTable, StatedFlag, find_row
+from torsh_trainer.translate.launch.fsdp_file import read_fsdp_file
 from torsh_trainer.translate.launch.job import AUTO, Asked, LaunchJob, LaunchLine, WorldShape
 from torsh_trainer.translate.launch.lines import PYTHON, launcher_named, read_arguments
 from torsh_trainer.translate.launch.script_arguments import (
@@ -150,6 +151,10 @@ def plan_job(
         job.configured = list_keys(document)
     if not job.family and _hands_file_to_trainer(job):
         job.family = "hugging-face"
+    try:
+        job.fsdp = read_fsdp_file(job, finder)
+    except Asked as question:
+        _ask(job, question.fact)
     _ask_for_words(job)
     script = None if job.family else _find_script(job, finder)
     planning = _Planning(job, asked, document, script)
@@ -267,6 +272,7 @@ class _Planning:
             below: Plan | None = self.read_script(*self.script)
         else:
             self.read_arguments()
+            self.read_fsdp_keys()
             self.read_defaults()
             below = self.read_document()
             self.settle_strategy()
@@ -406,6 +412,17 @@ class _Planning:
         for said in self.own:
             outcome = Outcome("yours", _OWN if _is_flag(said.key) else "a word for the script")
             self.found.take(said, outcome, "script.own")
+
+    def read_fsdp_keys(self) -> None:
+        for said in self.job.fsdp:
+            flag = StatedFlag(f"--{said.key}", said.values, said.place, said.file)
+            row = fsdp_file.TABLE.get(flag.key)
+            shown = replace(said, key=f"{fsdp_file.FLAG}.{said.key}")
+            if row is None:
+                why = "no key that the Trainer knows: it passes over it, and nothing comes of it"
+                self.found.take(shown, Outcome("dead", why), "fsdp")
+            else:
+                self.judge_by(flag, shown, row.judge, row.rule)
 
     def read_defaults(self) -> None:
         """What the Trainer takes where the line says nothing."""

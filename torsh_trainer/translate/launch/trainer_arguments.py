@@ -380,7 +380,7 @@ def _units(job: LaunchJob, said: StatedFlag) -> Outcome:
 
 
 def _fsdp_file(job: LaunchJob, said: StatedFlag) -> Outcome:
-    return approximate("its keys are those of accelerate's fsdp flags: translate them as such")
+    return exact("its keys stand below")
 
 
 def _file(job: LaunchJob, said: StatedFlag) -> Outcome:
