@@ -157,7 +157,7 @@ STRANGERS = {
     "from tensorflow import keras\n": "does not train torch",
     "import torch\nloss.backward()\n": "trains plain torch, without an engine to translate",
     "import torch\n": "calls no backward: what trains, if anything, stands in other files",
-    "import torch\n__import__('horovod.torch')\nloss.backward()\n": "speaks of horovod, and imports",
+    "import torch\n__import__('horovod.torch')\nloss.backward()\n": "speaks of horovod, and",
     "import os\n": "imports no engine that is known here",
     "import horovod.torch as hvd\nprint 'x'\n": "a script of Python 2 has to be converted first",
 }
