@@ -85,12 +85,14 @@ _FEW = 60
 
 
 def nearest(word: str, candidates: Iterable[str], *, most: int = 3) -> str:
-    """The words of an offer: ``did you mean 'ddp'?``, else all names when they are few."""
+    """The words of an offer: ``did you mean 'ddp'?``, else all names where they are few."""
     names = sorted(candidates)
     close = difflib.get_close_matches(word, names, n=most, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(repr(name) for name in close) + "?"
-    return "choose one of " + ", ".join(names) if 0 < len(names) <= _FEW else ""
+    if len(names) > _FEW:
+        return f"remove it: none of the {len(names)} names that are known is like it"
+    return "choose one of " + ", ".join(names) if names else ""
 
 
 def _rebuild(kind: type[TorshError], sentence: str, fix: str, facts: dict[str, Any]) -> TorshError:

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from torsh_trainer.data.batch import MicroBatch
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.strategies.writes import DUE_FORWARDS
 from torsh_trainer.tasks.base import Task
 
 log = logging.getLogger(__name__)
@@ -22,7 +21,7 @@ _SUM = 2
 
 
 class LossCheck:
-    """Looks at the loss of the first micro-batch, the second, and then ever more rarely.
+    """Looks at the losses that it is given, of the first micro-batches and then ever more rarely.
 
     It knows torch's losses by what they keep for their backward, where the loss of the task is one
     of them as it is; of what is computed from several parts it says nothing.
@@ -41,7 +40,7 @@ class LossCheck:
             ConfigError: it is no mean over ``task.weight``, and the step has other micro-batches.
         """
         self._losses += 1
-        if self._losses not in DUE_FORWARDS or not micro.weight or not isinstance(loss, Tensor):
+        if not micro.weight or not isinstance(loss, Tensor):
             return
         error = explain_no_mean(loss, task)
         if error is None:

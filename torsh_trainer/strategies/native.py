@@ -36,7 +36,7 @@ from torsh_trainer.strategies.evaluation import Around, Evaluation, nothing_arou
 from torsh_trainer.strategies.loss_check import LossCheck
 from torsh_trainer.strategies.state import local_optimizer
 from torsh_trainer.strategies.trainability import Change, Trainable, agree
-from torsh_trainer.strategies.writes import Writes, copy_words
+from torsh_trainer.strategies.writes import DUE_FORWARDS, Writes, copy_words
 from torsh_trainer.tasks.base import Mean, Task, why_no_backward
 
 _NOTHING = contextlib.nullcontext()
@@ -110,6 +110,7 @@ class NativeEngine(Engine):
         self._buffers = Buffers(model, comm, shares=broadcast_buffers, averages=averages)
         self._writes = self._watch_writes(job)
         self._loss_check = LossCheck()
+        self._forwards, self._looks = 0, False
         self._buffers_due = True  # the next training forward begins a step
         self._buffers_differ = True  # between ranks, for all that an evaluation knows
         self._held = None if precision.gradients == "fp32" else DTYPES[precision.gradients]
@@ -207,9 +208,12 @@ class NativeEngine(Engine):
     ) -> tuple[Tensor, float]:
         """Loss and gradients of a micro-batch; the ``last`` of a step communicates."""
         before = self._buffers.before(micro)
+        self._forwards += 1
+        self._looks = self._forwards in DUE_FORWARDS
         with self._draws.of(micro):  # the backward too, which may run a forward again
             loss = self._forward(micro.batch, task)
-            self._loss_check.check(loss, micro, total_weight, task)
+            if self._looks:
+                self._loss_check.check(loss, micro, total_weight, task)
             factor = micro.weight * self._ranks / total_weight
             if self._scaler is not None:
                 factor *= self._scaler.scale
@@ -223,15 +227,13 @@ class NativeEngine(Engine):
         return loss.detach(), micro.weight
 
     def _forward(self, batch: Any, task: Task) -> Tensor:
-        if not self._writes.count_forward():
-            return self._loss_of(batch, task)
-        with self._writes.watch_counted():
-            return self._loss_of(batch, task)
-
-    def _loss_of(self, batch: Any, task: Task) -> Tensor:
-        if self._autocast is None:
+        if self._autocast is None and not self._looks:
             return task.loss(task.forward(self.module, batch), batch)
-        with torch.autocast(self._device.type, dtype=self._autocast):
+        with contextlib.ExitStack() as around:
+            if self._looks:
+                around.enter_context(self._writes.watch_due())
+            if self._autocast is not None:
+                around.enter_context(torch.autocast(self._device.type, dtype=self._autocast))
             return task.loss(task.forward(self.module, batch), batch)
 
     def _watch_writes(self, job: Job) -> Writes:

@@ -68,24 +68,23 @@ class Writes:
         self._found: dict[str, int] = {}
         self._told = False
 
-    def count_forward(self) -> bool:
-        """Counts a training forward: whether ``watch_counted`` is to be around it."""
-        self._forwards += 1
-        due = self._forwards in DUE_FORWARDS
-        return due and (self._loses is not None or self._comm.size > 1)
-
     def watch_forward(self, *, alike: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Around one training forward, which it counts; see ``watch_counted``."""
-        due = self.count_forward()
-        return self.watch_counted(alike=alike) if due else contextlib.nullcontext()
+        """Around one training forward, which it counts; see ``watch_due``."""
+        self._forwards += 1
+        if self._forwards not in DUE_FORWARDS:
+            return contextlib.nullcontext()
+        return self.watch_due(alike=alike)
 
     @contextlib.contextmanager
-    def watch_counted(self, *, alike: bool = True) -> Iterator[None]:
-        """Around a forward that is looked at. ``alike`` False: processes do not come together.
+    def watch_due(self, *, alike: bool = True) -> Iterator[None]:
+        """Around a forward of ``DUE_FORWARDS``. ``alike`` False: processes do not come together.
 
         Raises:
             Unsupported: names a parameter that was written to, where that is lost or differs.
         """
+        if self._loses is None and self._comm.size == 1:
+            yield
+            return
         self._found.clear()
         handles = list(self._hook_modules()) if self._hooks else []
         if not self._hooks:

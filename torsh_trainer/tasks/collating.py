@@ -105,4 +105,4 @@ def _rows_of_first(batch: Any) -> int | None:
         batch = batch[0]
     elif isinstance(batch, dict) and batch:
         batch = next(iter(batch.values()))
-    return len(batch) if isinstance(batch, Tensor) and batch.dim() else None
+    return batch.shape[0] if isinstance(batch, Tensor) and batch.dim() else None

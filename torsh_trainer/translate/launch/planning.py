@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -790,5 +791,9 @@ def check_settings(settings: Mapping[str, str], text: str, known: set[str]) -> N
     variables |= {"@"} if re.search(r"\$\{?[@*]", text) else set()
     for name in settings:
         if name not in variables and name not in known:
-            offer = nearest(name, {*variables, *known}) or nearest(name, variables)
+            offer = nearest(name, {*variables, *known} if _is_near(name, known) else variables)
             raise ConfigError(f"--set {name}: nothing of this job hangs on it", fix=offer)
+
+
+def _is_near(name: str, known: set[str]) -> bool:
+    return bool(get_close_matches(name, known, n=1))
