@@ -6,6 +6,7 @@ steps in turns. Each has a model and an optimizer of its own, made as a script m
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from torsh_trainer.environments.world import World
 
 TITLE = "a step by drop-in"
 WARM_UP = 3
+Steps = tuple[Communicator, Callable[[int], None], Callable[[int], None]]
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,23 @@ def _row(case: Case, rounds: int) -> dict[str, Any]:
 
 def _rank(world: World, case: Case, rounds: int, folder: Path) -> Blocks:
     session.set_place(Seat(world, CommOptions(backend="gloo"), StallCheck()))
-    comm, theirs, ours = (_horovod if case.engine == "Horovod" else _deepspeed)(case)
+    make_steps = make_horovod_steps if case.engine == "Horovod" else make_deepspeed_steps
+    with contextlib.ExitStack() as running:
+        comm, theirs, ours = make_steps(case, running)
 
-    def time_block(run: Callable[[int], None]) -> float:
-        comm.barrier()
-        began_s = time.perf_counter()
-        run(case.block)
-        comm.barrier()
-        return (time.perf_counter() - began_s) / case.block
+        def time_block(run: Callable[[int], None]) -> float:
+            comm.barrier()
+            began_s = time.perf_counter()
+            run(case.block)
+            comm.barrier()
+            return (time.perf_counter() - began_s) / case.block
 
-    for _ in range(WARM_UP):
-        time_block(theirs), time_block(ours)
-    found = Blocks(bare=[time_block(theirs)])
-    for _ in range(rounds):
-        found.contender.append(time_block(ours))
-        found.bare.append(time_block(theirs))
+        for _ in range(WARM_UP):
+            time_block(theirs), time_block(ours)
+        found = Blocks(bare=[time_block(theirs)])
+        for _ in range(rounds):
+            found.contender.append(time_block(ours))
+            found.bare.append(time_block(theirs))
     return found
 
 
@@ -129,14 +133,15 @@ def _model(case: Case) -> torch.nn.Module:
     return build_model((case.width,) * (case.layers + 1))
 
 
-def _horovod(case: Case) -> tuple[Communicator, Callable[[int], None], Callable[[int], None]]:
+def make_horovod_steps(case: Case, running: contextlib.ExitStack) -> Steps:
+    """The processes, and what takes so many steps under Horovod, and by drop-in."""
     # Imported here, in the processes of this case: each loads its engine.
     from torsh_trainer_horovod.runtime import start
 
     from torsh_trainer.dropin.horovod import torch as ours
 
     ours.init()
-    running = start(session.comm, {})
+    theirs = running.enter_context(start(session.comm, {}))
 
     def steps_of(hvd: Any) -> Callable[[int], None]:
         model, (x, y) = _model(case), _batch(case)
@@ -154,17 +159,12 @@ def _horovod(case: Case) -> tuple[Communicator, Callable[[int], None], Callable[
 
         return run
 
-    theirs = steps_of(running.hvd)
-
-    def run_theirs(steps: int) -> None:
-        theirs(steps)
-        assert running is not None  # Horovod ends where nobody holds it
-
-    return session.comm, run_theirs, steps_of(ours)
+    return session.comm, steps_of(theirs), steps_of(ours)
 
 
-def _deepspeed(case: Case) -> tuple[Communicator, Callable[[int], None], Callable[[int], None]]:
-    # Imported here, as in ``_horovod``.
+def make_deepspeed_steps(case: Case, running: contextlib.ExitStack) -> Steps:
+    """The same for DeepSpeed, which ends with its process."""
+    # Imported here, as above.
     from torsh_trainer_deepspeed import library
 
     from torsh_trainer.dropin import deepspeed as ours

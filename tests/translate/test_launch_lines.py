@@ -756,3 +756,20 @@ def test_every_key_of_fsdp_config_has_a_verdict(tmp_path, monkeypatch):
     assert inline.values["strategy.wrap_min_parameters"] == 1000
     [fact] = plan_of(f"{line} gone.json").facts
     assert fact.name == "fsdp_config"
+
+
+def test_a_configuration_within_a_file_of_arguments_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = '"output_dir": "o", "learning_rate": 1e-4, "per_device_train_batch_size": 2'
+    Path("args.json").write_text(
+        f'{{{arguments}, "deepspeed": {{"zero_optimization": {{"stage": 3}},\n'
+        '"train_micro_batch_size_per_gpu": 2}}'
+    )
+    plan = plan_of("torchrun --nproc_per_node 2 train.py args.json")
+    assert plan.choices["strategy"] == "fsdp"
+    assert verdicts(plan)["zero_optimization.stage"] in ("exact", "emulated", "approximate")
+    Path("args.json").write_text(
+        f'{{{arguments}, "fsdp": "full_shard", "fsdp_config": {{"min_num_params": 1000}}}}'
+    )
+    plan = plan_of("torchrun --nproc_per_node 2 train.py args.json")
+    assert plan.values["strategy.wrap_min_parameters"] == 1000

@@ -250,10 +250,10 @@ def _wait(process: subprocess.Popen[bytes], name: str, output: Path) -> int:
                 took = time.monotonic() - began
                 print(f"  {name}: not done after {took:.0f} s; its last line: {last[:200]}")
                 sys.stdout.flush()
-    except BaseException:
-        process.terminate()
-        process.wait()
-        raise
+    finally:
+        if process.returncode is None:  # whoever waits was interrupted
+            process.terminate()
+            process.wait()
 
 
 def _show_failure(lines: Sequence[str]) -> None:

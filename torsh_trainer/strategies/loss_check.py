@@ -28,7 +28,7 @@ class LossCheck:
     """
 
     def __init__(self) -> None:
-        self._losses = 0
+        self._is_first = True
 
     def check(self, loss: Tensor, micro: MicroBatch, total_weight: float, task: Task) -> None:
         """``loss`` is that of ``micro``, before its backward; ``total_weight`` that of the step.
@@ -39,7 +39,7 @@ class LossCheck:
         Raises:
             ConfigError: it is no mean over ``task.weight``, and the step has other micro-batches.
         """
-        self._losses += 1
+        is_first, self._is_first = self._is_first, False
         if not micro.weight or not isinstance(loss, Tensor):
             return
         error = explain_no_mean(loss, task)
@@ -47,7 +47,7 @@ class LossCheck:
             return
         if micro.weight < total_weight:
             raise error
-        if self._losses == 1:
+        if is_first:
             log.warning("with several micro-batches a step this would be refused: %s", error)
 
 

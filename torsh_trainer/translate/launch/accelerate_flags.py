@@ -212,7 +212,8 @@ def _judge_policy(job: LaunchJob, said: StatedFlag) -> Outcome:
     return approximate("the whole model is one unit; here repeated blocks are units: less memory")
 
 
-def _judge_prefetch(job: LaunchJob, said: StatedFlag) -> Outcome:
+def judge_prefetch(job: LaunchJob, said: StatedFlag) -> Outcome:
+    """Gathering the next unit ahead in forward."""
     if not said.is_on:
         return faster("FSDP2 decides")
     return faster("gather one unit ahead", strategy__prefetch_depth=1)
@@ -241,7 +242,7 @@ _FSDP_ROWS: tuple[FlagRow, ...] = tuple(
         ("--fsdp_transformer_layer_cls_to_wrap", _judge_wrapped, "fsdp.units"),
         ("--fsdp_min_num_params", _judge_smallest, "fsdp.units"),
         ("--fsdp_auto_wrap_policy", _judge_policy, "fsdp.units"),
-        ("--fsdp_forward_prefetch", _judge_prefetch, "fsdp.prefetch"),
+        ("--fsdp_forward_prefetch", judge_prefetch, "fsdp.prefetch"),
         ("--fsdp_activation_checkpointing", judge_recompute, "fsdp.recompute"),
         ("--fsdp_state_dict_type", _judge_state_dict, "fsdp.saving"),
         (

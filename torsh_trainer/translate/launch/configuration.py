@@ -221,7 +221,9 @@ def read_deepspeed(
     """
     found: list[tuple[StatedFlag, Document]] = []
     for said in job.arguments:
-        if said.name in NAMES and said.values and _names_a_file(said, finder):
+        if said.name in NAMES and holds_json(said):
+            found.append((said, read_text(said.text, name=said.file or job.source)))
+        elif said.name in NAMES and said.values and _names_a_file(said, finder):
             name, text = text_of_file(job, said, finder)
             found.append((said, read_text(text, name=name)))
         elif said.name == _DEEPSPEED and said.values and _is_preset(said):
@@ -405,15 +407,20 @@ def read_argument_file(
         except ConfigError:
             continue
         if len(marks & set(root.value)) >= 3:
-            return tuple(_flags_of_entries(root, path.name))
+            return tuple(read_flags(root, path.name))
     return ()
 
 
-def _flags_of_entries(root: Node, file: str) -> Iterator[StatedFlag]:
+def holds_json(said: StatedFlag) -> bool:
+    """The value is a configuration itself, not the name of its file."""
+    return bool(said.values) and said.values[0].text.lstrip().startswith("{")
+
+
+def read_flags(root: Node, file: str) -> Iterator[StatedFlag]:
+    """The entries of a file as flags of its keys."""
     for key, entry in root.value.items():
         value = entry.node.plain()
-        if isinstance(value, dict):
-            continue
+        value = json.dumps(value) if isinstance(value, dict) else value
         items: Sequence[Any] = value if isinstance(value, list) else [value]
         texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
         words = tuple(Word(text, entry.place) for text in texts)

@@ -4,15 +4,20 @@ every key."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torsh_trainer.translate import yaml_places
-from torsh_trainer.translate.launch import accelerate_flags
-from torsh_trainer.translate.launch.configuration import FileFinder, text_of_file
+from torsh_trainer.translate.launch import accelerate_flags, trainer_arguments
+from torsh_trainer.translate.launch.configuration import (
+    FileFinder,
+    holds_json,
+    read_flags,
+    text_of_file,
+)
 from torsh_trainer.translate.launch.flags import FlagTable, StatedFlag, judge_row
 from torsh_trainer.translate.launch.job import LaunchJob
 from torsh_trainer.translate.outcomes import Outcome, dead, exact, faster, refuse
-from torsh_trainer.translate.shell.words import Word
 
 FLAG = "fsdp_config"
 
@@ -27,22 +32,10 @@ def read_fsdp_file(job: LaunchJob, finder: FileFinder) -> tuple[StatedFlag, ...]
     said = job.argument(FLAG)
     if said is None or not said.values or job.family != "hugging-face":
         return ()
-    inline = said.values[0].text.lstrip().startswith("{")
+    inline = holds_json(said)
     name, text = (job.source, said.text) if inline else text_of_file(job, said, finder)
-    found = []
-    for key, entry in yaml_places.parse(text, name=name).value.items():
-        value = entry.node.plain()
-        items = value if isinstance(value, list) else [value]
-        texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
-        place = said.place if inline else entry.place
-        words = tuple(Word(text, place) for text in texts)
-        found.append(StatedFlag(key, words, place, file="" if inline else Path(name).name))
-    return tuple(found)
-
-
-def _judge_wrapped(job: LaunchJob, said: StatedFlag) -> Outcome:
-    names = [name for word in said.values for name in word.text.replace(",", " ").split()]
-    return exact("classes that are sharded as units", strategy__wrap_modules=names)
+    found = read_flags(yaml_places.parse(text, name=name), "" if inline else Path(name).name)
+    return tuple(replace(flag, place=said.place) if inline else flag for flag in found)
 
 
 def _judge_smallest(job: LaunchJob, said: StatedFlag) -> Outcome:
@@ -52,12 +45,6 @@ def _judge_smallest(job: LaunchJob, said: StatedFlag) -> Outcome:
     return exact(
         "modules of so many parameters are sharded as units", strategy__wrap_min_parameters=count
     )
-
-
-def _judge_prefetch(job: LaunchJob, said: StatedFlag) -> Outcome:
-    if not said.is_on:
-        return faster("FSDP2 decides")
-    return faster("gather one unit ahead", strategy__prefetch_depth=1)
 
 
 def _judge_reshard(job: LaunchJob, said: StatedFlag) -> Outcome:
@@ -79,10 +66,10 @@ def _faster(why: str) -> object:
 
 _ROWS: Mapping[str, object] = {
     "version": _same("the same shards; here FSDP2 makes them"),
-    "transformer_layer_cls_to_wrap": _judge_wrapped,
+    "transformer_layer_cls_to_wrap": trainer_arguments.judge_units,
     "min_num_params": _judge_smallest,
     "backward_prefetch": _faster("FSDP2 gathers ahead in backward"),
-    "forward_prefetch": _judge_prefetch,
+    "forward_prefetch": accelerate_flags.judge_prefetch,
     "reshard_after_forward": _judge_reshard,
     "limit_all_gathers": _faster("FSDP2 bounds what is gathered by itself"),
     "use_orig_params": _same("FSDP2 keeps the model's own parameters"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -18,6 +17,7 @@ from torsh_trainer.translate.deepspeed.auto import list_needs
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
 from torsh_trainer.translate.launch import fsdp_file, trainer_arguments
+from torsh_trainer.translate.launch.commands import write_command
 from torsh_trainer.translate.launch.configuration import (
     FileFinder,
     list_keys,
@@ -26,7 +26,6 @@ from torsh_trainer.translate.launch.configuration import (
     read_deepspeed,
     settings_for,
 )
-from torsh_trainer.translate.launch.deepspeed_flags import parse_resources
 from torsh_trainer.translate.launch.flags import FlagTable, StatedFlag, find_row
 from torsh_trainer.translate.launch.fsdp_file import read_fsdp_file
 from torsh_trainer.translate.launch.job import AUTO, Asked, LaunchJob, LaunchLine, WorldShape
@@ -38,13 +37,12 @@ from torsh_trainer.translate.launch.script_arguments import (
 )
 from torsh_trainer.translate.launch.scripts import LineOfScript, ScriptKind, find_kind
 from torsh_trainer.translate.outcomes import Outcome, exact, refuse
-from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan
+from torsh_trainer.translate.plan import Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_words
 from torsh_trainer.translate.reading import Document, text_of
 from torsh_trainer.translate.shell.words import Word
 from torsh_trainer.utils.masking import MASK, is_secret, mask_text
 
-RUN = f"-m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
 _OFF = ("", "0", "false", "no", "none")
 _DECIDING = {
     r"ACCELERATE_(USE_\w+|DEEPSPEED_\w+|MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS)|FSDP_\w+": (
@@ -301,7 +299,7 @@ class _Planning:
             taken_for=self.describe(below),
             notes=tuple(self.notes()),
             facts=tuple(sorted(job.facts.values(), key=lambda fact: fact.line)),
-            command=self.command(),
+            command=write_command(job),
             script=below.script if below else None,
         )
 
@@ -662,76 +660,6 @@ class _Planning:
         if not self.job.world.is_one_machine and not self.job.line.is_kept:
             yield "several machines: the command below is typed on each of them"
 
-    def command(self) -> str:
-        """The one command that starts the job."""
-        line = self.job.line
-        prefix = [
-            f"{name}={_quote(_hide_secret(name, word))}"
-            for name, word in line.command.variables.items()
-        ]
-        visible = self.visible_devices()
-        if visible and not any(text.startswith("CUDA_VISIBLE_DEVICES=") for text in prefix):
-            prefix.append(f"CUDA_VISIBLE_DEVICES={visible}")
-        words = [*prefix, *(_quote(word) for word in self.words_around())]
-        inner = line.launcher.launcher
-        if self.job.line.is_kept and inner in ("srun", "mpirun", PYTHON):
-            return " ".join([*words, f"python {RUN}"])
-        if self.job.world.is_one_machine and not self.job.line.is_kept:
-            return " ".join([*words, f"python {RUN}"])
-        return " ".join([*words, self.torchrun(), RUN])
-
-    def words_around(self) -> list[Word]:
-        """srun or mpirun with their own words, up to what they start."""
-        line = self.job.line
-        everything = (*line.command.around, *line.command.words)
-        if not self.job.line.is_kept:
-            return []
-        first = next(link for link in line.links if link.launcher in ("srun", "mpirun"))
-        last = (
-            line.launcher.word if line.launcher.launcher not in ("srun", "mpirun") else line.script
-        )
-        start = next(i for i, word in enumerate(everything) if word is first.word)
-        stop = next((i for i, word in enumerate(everything) if word is last), len(everything))
-        return list(everything[start:stop])
-
-    def torchrun(self) -> str:
-        """torchrun with what the line says of machines, and places to fill in."""
-        job = self.job
-        if job.line.launcher.launcher == "torchrun":
-            words = [
-                " ".join([said.key, *(_quote(word) for word in said.values)])
-                if said.name != "node_rank" or said.hole is not None or job.line.is_kept
-                else f"{said.key} NODE_RANK"
-                for said in job.line.launcher.said
-                if said.name not in ("m", "module", "use_env", "no_python")
-            ]
-            return " ".join(["torchrun", *words])
-        each = job.world.per_node
-        parts = (
-            ("nnodes", job.option("num_nodes", "num_machines"), job.world.nodes or "NODES"),
-            ("nproc-per-node", None, "gpu" if each in (AUTO, None) else each),
-            ("node-rank", job.option("node_rank", "machine_rank"), "NODE_RANK"),
-            ("master-addr", job.option("master_addr", "main_process_ip"), "FIRST_MACHINE"),
-            ("master-port", job.option("master_port", "main_process_port"), 29500),
-        )
-        said = [
-            f"--{name}={_quote(found.values[0]) if found is not None and found.values else value}"
-            for name, found, value in parts
-        ]
-        return " ".join(["torchrun", *said])
-
-    def visible_devices(self) -> str:
-        """The GPUs that the line chooses by number."""
-        include = self.job.option("include", "i")
-        if include is not None and include.hole is None:
-            hosts = parse_resources(include.text)
-            if len(hosts) == 1:
-                return ",".join(next(iter(hosts.values())))
-        chosen = self.job.option("gpu_ids")
-        if chosen is not None and chosen.hole is None and chosen.text.lower() != "all":
-            return chosen.text
-        return ""
-
 
 def _deepspeed_keys() -> set[str]:
     return {key.dotted for key in keys.schema().values()}
@@ -762,18 +690,6 @@ def _report_value(said: StatedFlag) -> Any:
     if is_secret(said.name):
         return MASK
     return mask_text(said.text) if said.values or not said.file else said.text
-
-
-def _hide_secret(name: str, word: Word) -> Word:
-    return Word(MASK, word.place) if is_secret(name) else word
-
-
-def _quote(word: Word | Any) -> str:
-    """A word as it is typed: holes stay as they are written."""
-    text = word.text
-    if not word.holes:
-        return shlex.quote(text)
-    return f'"{text}"' if re.search(r"[\s;&|<>]", text) else text
 
 
 def _cut(text: str) -> str:

@@ -372,7 +372,8 @@ def _one(text: str, said: StatedFlag) -> tuple[Any, ...]:
     return (type(said.values[0])(text, said.place),) if said.values else ()
 
 
-def _units(job: LaunchJob, said: StatedFlag) -> Outcome:
+def judge_units(job: LaunchJob, said: StatedFlag) -> Outcome:
+    """Classes of modules that are sharded as units, by name."""
     names = [name for word in said.values for name in job.text(said).replace(",", " ").split()]
     return exact(
         "classes that are sharded as units", strategy__wrap_modules=list(dict.fromkeys(names))
@@ -522,7 +523,7 @@ TABLE = table_of_rows(
     _switch("--torch_compile", "trainer.compile", "the model is compiled", "compile"),
     _switch("--full_determinism", "trainer.deterministic", "deterministic kernels alone", "seed"),
     _row("--fsdp", _fsdp, "fsdp"),
-    _row("--fsdp_transformer_layer_cls_to_wrap", _units, "fsdp"),
+    _row("--fsdp_transformer_layer_cls_to_wrap", judge_units, "fsdp"),
     _row("--fsdp_config", _fsdp_file, "fsdp"),
     judge_row("--deepspeed --deepspeed_config", _file, rule="hf.deepspeed"),
     _row("--average_tokens_across_devices", _average, "loss"),

@@ -14,11 +14,11 @@ from torsh_trainer.translate.base import TranslationRequest, Translator
 from torsh_trainer.translate.deepspeed import auto, keys
 from torsh_trainer.translate.deepspeed.script.configuration import WORLD_SIZE
 from torsh_trainer.translate.horovod.translator import HorovodTranslator
+from torsh_trainer.translate.launch.commands import RUN
 from torsh_trainer.translate.launch.configuration import NAMES, FileFinder
 from torsh_trainer.translate.launch.job import LaunchLine
 from torsh_trainer.translate.launch.lines import HOROVODRUN, PYTHON, read_line
 from torsh_trainer.translate.launch.planning import (
-    RUN,
     check_settings,
     plan_job,
 )
