@@ -20,7 +20,7 @@ from torsh_trainer.deferred import memory, recording
 from torsh_trainer.deferred.recording import DeferredInit
 from torsh_trainer.strategies import fsdp
 from torsh_trainer.strategies.fsdp import FSDP
-from torsh_trainer.tasks import weights
+from torsh_trainer.tasks import weight_files
 from torsh_trainer.tasks.huggingface.models import HuggingFaceModel
 from torsh_trainer.tasks.models import GPT
 from torsh_trainer.testing import cases, reference
@@ -201,14 +201,14 @@ class Pretrained(TinyTask):
 def start_and_count(comm: Communicator, path: Path) -> tuple[dict[str, Tensor], list[str]]:
     """What training starts with, and the tensors that were read of the file, in order."""
     reads: list[str] = []
-    read = weights._Reader.__call__
+    read = weight_files._Reader.__call__
 
     def note(reader: Any) -> Tensor:
         reads.append(reader.name)
         return read(reader)
 
     with pytest.MonkeyPatch.context() as monkey, bound(least=64):
-        monkey.setattr(weights._Reader, "__call__", note)
+        monkey.setattr(weight_files._Reader, "__call__", note)
         state, _ = start(comm, Pretrained(path))
     return state, reads
 

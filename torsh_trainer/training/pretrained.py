@@ -12,7 +12,8 @@ from torsh_trainer.checkpoint.store.finding import first_sound, offers
 from torsh_trainer.checkpoint.store.integrity import MANIFEST, verify
 from torsh_trainer.checkpoint.store.retention import candidates
 from torsh_trainer.errors import ConfigError, TorshError
-from torsh_trainer.tasks.weights import Report, StoredTensor, load_pretrained, load_stored
+from torsh_trainer.tasks.weight_files import StoredTensor
+from torsh_trainer.tasks.weights import Report, load_pretrained, load_stored
 
 if TYPE_CHECKING:  # it imports torch.distributed.checkpoint, which takes its time
     from torsh_trainer.checkpoint.cli.contents import Contents, TensorEntry

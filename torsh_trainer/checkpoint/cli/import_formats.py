@@ -12,7 +12,7 @@ from torsh_trainer.checkpoint.cli import zero
 from torsh_trainer.checkpoint.cli.imported import Import, Imported, ImportFormat
 from torsh_trainer.checkpoint.cli.parameter_order import ParameterOrder, count_parameters
 from torsh_trainer.errors import ConfigError, nearest
-from torsh_trainer.tasks.weights import find_weights, open_weights, read_torch
+from torsh_trainer.tasks.weight_files import find_weights, open_weights, read_torch
 from torsh_trainer.utils.lookup import list_first
 
 OPTIMIZER_KEYS = ("optimizer_states", "optimizer", "optimizer_state_dict", "optim", "optimizers")

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.tasks.weights import UNREADABLE, check_archive, check_content
+from torsh_trainer.tasks.weight_files import UNREADABLE, check_archive, check_content
 from torsh_trainer.utils.files import check_plain
 from torsh_trainer.utils.foreign import in_words
 from torsh_trainer.utils.lookup import list_first
