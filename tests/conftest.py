@@ -10,6 +10,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -195,6 +196,63 @@ def warm_door(warm_command: RunCommand, tmp_path: Path) -> RunCommand:
         args: Sequence[str], cwd: Path | None = None, **options: Any
     ) -> subprocess.CompletedProcess[str]:
         return warm_command(args, cwd=cwd or tmp_path, **options)
+
+    return run
+
+
+def _python(
+    world: World, words: Sequence[str], folder: Path, env: Mapping[str, str], out: Path, err: Path
+) -> int:
+    """``python WORDS`` in this process, which has not run anything; the exit code."""
+    for stream, path in ((1, out), (2, err)):
+        with path.open("w") as file:
+            os.dup2(file.fileno(), stream)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+    os.chdir(folder)
+    os.environ.update(env)
+    first = "" if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+    sys.path[:] = [first or str(folder), *env.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    try:
+        if words[0] == "-m":
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - what Python itself would print at the end
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
+
+
+@pytest.fixture
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> RunCommand:
+    """``warm_python(["train.py", ...], cwd=, env={}, timeout_s=480)``: a program, run warm.
+
+    As ``run_command([sys.executable, ...])``, in a process that is forked for it from one that has
+    imported torch. For programs whose start is not the point.
+    """
+    from torsh_trainer.testing.ranks import RankPool
+
+    def run(
+        words: Sequence[str],
+        *,
+        cwd: Path,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 480,
+    ) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("output")
+        out, err = folder / "out", folder / "err"
+        with RankPool(1, join=False) as ranks:
+            [code] = ranks.run(
+                _python, list(words), cwd, dict(env or {}), out, err, timeout_s=timeout_s
+            )
+        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
 
     return run
 

@@ -26,6 +26,7 @@ RUNNERS = {
 
 def test_every_collective_is_measured_checked_and_written_down(run_door, tmp_path):
     args = ["--max", "16K", "--factor", "16", "--iterations", "3", "--warmup", "1"]
+    args += ["--seconds", "60"]
     files = ["--json", "t.json", "--png", "t.png"]
     answer = run_door(["comm", "bench", "--processes", "3", *args, *files])
     assert answer.returncode == 0, answer.stdout + answer.stderr

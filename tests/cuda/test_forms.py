@@ -30,24 +30,44 @@ ONLY_WITH_TWO = {"test_steps.py::test_dp_cuts_a_micro_batch_over_two_gpus"}
 HERE = Path(__file__).parent
 
 
-def collected(*words: str) -> set[str]:
-    """Tests of this folder that pytest collects, as ``file.py::name[params]``."""
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *words, str(HERE)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return set(re.findall(r"^\S*?(test_\w+\.py::\S+)$", done.stdout, re.MULTILINE))
+PRINT_MARKS = """
+import sys
+import pytest
+
+class Printed:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session):
+        for item in session.items:
+            marks = {mark.name for mark in item.iter_markers()} & {"gpu", "gpus"}
+            print("test", item.nodeid.rpartition("/")[2], *sorted(marks), sep="\\t")
+
+sys.exit(pytest.main(["-q", "--collect-only", sys.argv[1]], [Printed()]))
+"""
 
 
 @pytest.fixture(scope="module")
-def marked() -> set[str]:
-    return collected("-m", "gpu")
+def collected() -> dict[str, set[str]]:
+    """Tests of this folder that pytest collects, as ``file.py::name[params]``; their marks."""
+    command = [sys.executable, "-c", PRINT_MARKS, str(HERE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split("\t") for line in done.stdout.splitlines()]
+    return {line[1]: set(line[2:]) for line in lines if line[0] == "test"}
+
+
+@pytest.fixture
+def marked(collected: dict[str, set[str]]) -> set[str]:
+    return {test for test, marks in collected.items() if "gpu" in marks}
 
 
 def function_of(test: str) -> str:
     return test.partition("[")[0]
 
 
-def test_each_test_of_a_gpu_has_a_form_without_one(marked: set[str]) -> None:
-    plain = {function_of(test) for test in collected("-m", "not gpu")}
+def test_each_test_of_a_gpu_has_a_form_without_one(
+    collected: dict[str, set[str]], marked: set[str]
+) -> None:
+    plain = {function_of(test) for test in collected.keys() - marked}
     assert marked
     contracts = {t for t in marked if t.startswith("test_contracts.py")}
     lacking = {function_of(test) for test in marked - contracts} - plain
@@ -62,10 +82,10 @@ def test_the_forms_of_the_contracts_exist(repository: Path) -> None:
         assert re.search(rf"^class {name}\(\w+Contract\)", text, re.MULTILINE), where
 
 
-def test_what_needs_two_gpus_is_marked_so(marked: set[str]) -> None:
+def test_what_needs_two_gpus_is_marked_so(collected: dict[str, set[str]], marked: set[str]) -> None:
     two = {t for t in marked if "cuda-2" in t or "OnTwo" in t or function_of(t) in ONLY_WITH_TWO}
     assert two
-    assert collected("-m", "gpus") == two
+    assert {test for test, marks in collected.items() if "gpus" in marks} == two
 
 
 @pytest.mark.parametrize(

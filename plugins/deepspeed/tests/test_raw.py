@@ -74,14 +74,14 @@ class RoundTask(TinyTask):
 
 
 @contextlib.contextmanager
-def fp16_allowed() -> Iterator[None]:
-    """For tests alone: DeepSpeed refuses fp16 on a CPU, where torch computes in it."""
+def fp16_supported(supported: bool) -> Iterator[None]:
+    """DeepSpeed's answer for a CPU: most refuse fp16, where torch computes in it, and some do not."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
     kind = type(accelerator)
     before = kind.is_fp16_supported
-    kind.is_fp16_supported = lambda self: True
+    kind.is_fp16_supported = lambda self: supported
     try:
         yield
     finally:
@@ -104,7 +104,7 @@ def _raw(comm: Communicator, config: dict[str, Any], scenario: Scenario, factor:
 
         keys = ("params", "lr", "betas", "eps", "weight_decay")
         optimizer = DeepSpeedCPUAdam([{k: g[k] for k in keys} for g in optimizer.param_groups])
-    with fp16_allowed():
+    with fp16_supported(True):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         curve = Curve([], [])
         for number in range(scenario.data.steps):
@@ -126,7 +126,7 @@ def _raw(comm: Communicator, config: dict[str, Any], scenario: Scenario, factor:
 def ours(comm: Communicator, strategy: Strategy, scenario: Scenario) -> Curve:
     """The same samples under the engine, driven as the loop does."""
     library.load(comm)
-    with fp16_allowed():
+    with fp16_supported(True):
         task = RoundTask(scenario.model, scenario.optimizer)
         driver = Driver(comm, strategy, scenario, task=task)
         outcome, mine = TrainingOutcome(), driver.mesh.dp_rank
@@ -319,10 +319,12 @@ class AdafactorTask(TinyTask):
 def refused(
     comm: Communicator, strategy: Strategy, scenario: Scenario, task: TinyTask | None = None
 ) -> str:
-    try:
-        Driver(comm, strategy, scenario, task=task)
-    except ConfigError as error:
-        return str(error)
+    library.load(comm)
+    with fp16_supported(False):
+        try:
+            Driver(comm, strategy, scenario, task=task)
+        except ConfigError as error:
+            return str(error)
     return ""
 
 

@@ -8,6 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from torsh_trainer_deepspeed.operators import extensions_dir
+
 from torsh_trainer.__main__ import main
 
 SCRIPT = """
@@ -42,6 +44,7 @@ def test_a_line_of_deepspeed_agrees_with_its_drop_in(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions_dir()))  # compiled once for all tests
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
     Path("train.py").write_text(SCRIPT)
