@@ -111,3 +111,15 @@ def test_functions_of_parallelism_are_taken_where_no_model_is_cut(start):
     for mpu in (Megatrons(2), object()):
         with pytest.raises(Unsupported, match="with mpu or mesh_param: parallelism within a model"):
             start(mpu=mpu)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_two_backwards_for_one_step_are_summed_and_told_once_where_deepspeed_drops_one(
+    start, stage, capsys
+):
+    engine = start(stage)
+    for _ in range(2):
+        engine.backward(engine(INPUTS).mean())
+        engine.backward(engine(INPUTS).mean())
+        engine.step()
+    assert capsys.readouterr().out.count("with the last one's gradients alone") == (stage == 1)

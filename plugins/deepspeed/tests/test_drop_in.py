@@ -36,6 +36,10 @@ EXACT = (
     "plain_1",
     "plain_2",
     "plain_3",
+    "words_1",
+    "words_2",
+    "words_3",
+    "adversaries",
 )
 """Idioms in fp32."""
 HALF = ("bf16_0", "bf16_1", "bf16_2", "bf16_3", "bf16_loss_0", "bf16_loss_1", "bf16_loss_3")

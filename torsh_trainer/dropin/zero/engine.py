@@ -55,6 +55,8 @@ class DeepSpeedEngine(Settings, nn.Module):
         self._within_no_sync = False
         self._divides: bool | None = None  # while a backward runs: whether it divides gradients
         self._has_run = False  # a backward, since the last step
+        self._has_ended = False  # so has one that ends it
+        self._has_told = False
         self._norm: Tensor | float | None = None
         self._applied = False
 
@@ -119,7 +121,11 @@ class DeepSpeedEngine(Settings, nn.Module):
     def _run_backward(
         self, loss: Tensor, run: Callable[[Tensor], object], *, divides: bool
     ) -> None:
-        syncs = self.is_gradient_accumulation_boundary() or self._specification.reduces_each
+        ends = self.is_gradient_accumulation_boundary()
+        if ends and self._has_ended:
+            self._tell_of_sums()
+        self._has_ended = ends
+        syncs = ends or self._specification.reduces_each
         adds = self._specification.adds_reduced and self.gradient_accumulation_steps() > 1
         self._divides = divides
         try:
@@ -128,6 +134,16 @@ class DeepSpeedEngine(Settings, nn.Module):
         finally:
             self._divides = None
         self._has_run = True
+
+    def _tell_of_sums(self) -> None:
+        if 0 < self.zero_optimization_stage() < 3 and self.global_rank == 0 and not self._has_told:
+            print(
+                "drop-in: engine.backward is called again before engine.step, which steps with the "
+                "sum of both; DeepSpeed steps with the last one's gradients alone at ZeRO stages 1 "
+                "and 2: add the losses, and call it once",
+                flush=True,
+            )
+        self._has_told = True
 
     @contextlib.contextmanager
     def _summing_reduced(self) -> Iterator[None]:
@@ -153,7 +169,7 @@ class DeepSpeedEngine(Settings, nn.Module):
             raise ConfigError(
                 "engine.step() within engine.no_sync()", fix="step after the last backward"
             )
-        self._applied = False
+        self._applied = self._has_ended = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(dict(lr_kwargs or {}))
         self.micro_steps += 1

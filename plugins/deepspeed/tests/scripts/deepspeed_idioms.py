@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import deepspeed
+import deepspeed_example_idioms
 import deepspeed_offload_idioms
 import deepspeed_scaled_idioms
 import torch
@@ -240,6 +241,7 @@ IDIOMS = {
 def main():
     idioms = {
         **IDIOMS,
+        **deepspeed_example_idioms.IDIOMS,
         **{f"scaled_{name}": one for name, one in deepspeed_scaled_idioms.IDIOMS.items()},
         **{f"offload_{name}": one for name, one in deepspeed_offload_idioms.IDIOMS.items()},
     }
