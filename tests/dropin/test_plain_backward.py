@@ -23,6 +23,7 @@ LR = 0.1
 @pytest.fixture
 def start(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "backward", plain_backward.TORCHS)
+    monkeypatch.setattr(torch, "save", torch.save)
     monkeypatch.setattr(session, "_place", None)
     session.set_place(Seat(World(), CommOptions(backend="gloo"), StallCheck()))
 

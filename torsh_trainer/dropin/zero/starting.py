@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from torsh_trainer.dropin.zero import plain_backward
 from torsh_trainer.dropin.zero.engine import DeepSpeedEngine
+from torsh_trainer.dropin.zero.gathering import refuse_saved_parts
 from torsh_trainer.dropin.zero.optimizer import EngineOptimizer
 from torsh_trainer.dropin.zero.processes import cuts_models, meet
 from torsh_trainer.dropin.zero.schedule import ConfiguredScheduler
@@ -79,6 +80,8 @@ def initialize(
     shown = _show(native, specification, made or stepped)
     scheduler = _schedule(lr_scheduler, specification, native, made or stepped)
     plain_backward.install()
+    if specification.stage == 3:
+        refuse_saved_parts()
     engine = DeepSpeedEngine(
         native,
         specification,
