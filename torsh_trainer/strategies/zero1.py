@@ -32,14 +32,14 @@ def shard_optimizer(comm: Communicator) -> Wrap:
             refuse_joint(optimizer)
             _close_gaps(p for group in optimizer.param_groups for p in group["params"])
         # Imported here: it pulls in torch.distributed.optim, which no other run needs.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torsh_trainer.strategies.packed_zero1 import PackedZeroRedundancyOptimizer
 
         # Of its class alone torch would make another, from defaults: without what the constructor
         # has put elsewhere, and without hooks.
         def part(groups: list[dict[str, Any]], **_: Any) -> Optimizer:
             return _part(optimizer, [p for group in groups for p in group["params"]])
 
-        return ZeroRedundancyOptimizer(
+        return PackedZeroRedundancyOptimizer(
             _groups(optimizer),
             optimizer_class=part,  # type: ignore[arg-type]
             process_group=comm.process_group,

@@ -8,6 +8,7 @@ from typing import Any
 import torch.utils.checkpoint
 
 from torsh_trainer.dropin.missing import refuse_unknown
+from torsh_trainer.dropin.zero.processes import cuts_models
 from torsh_trainer.errors import Unsupported
 
 __getattr__ = refuse_unknown(__name__)
@@ -20,7 +21,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) ->
     Raises:
         Unsupported: ``mpu_`` cuts a model over processes.
     """
-    if mpu_ is not None:
+    if cuts_models(mpu_):
         raise Unsupported(
             "deepspeed.checkpointing.configure(mpu): parallelism within a model",
             fix="run this script with DeepSpeed itself",

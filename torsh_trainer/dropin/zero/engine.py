@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.dropin.zero import saving
+from torsh_trainer.dropin.zero import plain_backward, saving
 from torsh_trainer.dropin.zero.loader import EngineLoader
 from torsh_trainer.dropin.zero.optimizer import EngineOptimizer
 from torsh_trainer.dropin.zero.settings import Settings
 from torsh_trainer.dropin.zero.specification import Specification
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.strategies.base import Engine
+from torsh_trainer.optim.precision import DTYPES
+from torsh_trainer.strategies.base import Engine, StepOutcome
 
 
 class DeepSpeedEngine(Settings, nn.Module):
@@ -51,7 +53,11 @@ class DeepSpeedEngine(Settings, nn.Module):
         self.loaded_checkpoint_tag: str | None = None
         self._boundary: bool | None = None
         self._within_no_sync = False
-        self._norm: Tensor | None = None
+        self._divides: bool | None = None  # while a backward runs: whether it divides gradients
+        self._has_run = False  # a backward, since the last step
+        self._has_ended = False  # so has one that ends it
+        self._has_told = False
+        self._norm: Tensor | float | None = None
         self._applied = False
 
     # -- one step -------------------------------------------------------------------------------
@@ -61,7 +67,9 @@ class DeepSpeedEngine(Settings, nn.Module):
         native = self._native
         if self.training and torch.is_grad_enabled():
             with native.training_forward() as module:
-                return module(*inputs, **kwargs)
+                outputs = module(*inputs, **kwargs)
+            plain_backward.watch(outputs, self)
+            return outputs
         if native.evaluates_together:
             with native.evaluation_forward() as module:
                 return module(*inputs, **kwargs)
@@ -84,41 +92,117 @@ class DeepSpeedEngine(Settings, nn.Module):
             )
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        syncs = self.is_gradient_accumulation_boundary() or self._specification.reduces_each
-        run = partial(Tensor.backward, retain_graph=True) if retain_graph else Tensor.backward
+        torchs = plain_backward.TORCHS
+        run = partial(torchs, retain_graph=True) if retain_graph else torchs
         wide = loss.float()  # a scale of fp16 is more than it holds
-        self._native.backward(wide, sync=syncs and not self._within_no_sync, run=run)
+        self._run_backward(wide, run, divides=False)
         return loss
+
+    def backward_plainly(self, tensor: Tensor, run: Callable[[Tensor], object]) -> None:
+        """The script calls ``tensor.backward()`` on what follows from the engine's outputs.
+
+        Raises:
+            ConfigError: DeepSpeed refuses it, too: at stage 0, and in fp16.
+        """
+        if self.zero_optimization_stage() == 0:
+            raise plain_backward.refusal("loss.backward() at ZeRO stage 0")
+        if self._native.loss_scaler is not None:
+            raise plain_backward.refusal("loss.backward() in fp16, whose loss is scaled")
+        self._run_backward(tensor, run, divides=True)
+
+    def enter_backward(self, gradient: Tensor) -> Tensor | None:
+        """A backward has come to the engine's outputs; None leaves ``gradient`` as it is."""
+        if self._divides is None:
+            plain_backward.refuse_gradients(list(self.module.parameters()))
+        elif self._divides and self.gradient_accumulation_steps() > 1:
+            return gradient / self.gradient_accumulation_steps()
+        return None
+
+    def _run_backward(
+        self, loss: Tensor, run: Callable[[Tensor], object], *, divides: bool
+    ) -> None:
+        ends = self.is_gradient_accumulation_boundary()
+        if ends and self._has_ended:
+            self._tell_of_sums()
+        self._has_ended = ends
+        syncs = ends or self._specification.reduces_each
+        adds = self._specification.adds_reduced and self.gradient_accumulation_steps() > 1
+        self._divides = divides
+        try:
+            with self._summing_reduced() if adds else contextlib.nullcontext():
+                self._native.backward(loss, sync=syncs and not self._within_no_sync, run=run)
+        finally:
+            self._divides = None
+        self._has_run = True
+
+    def _tell_of_sums(self) -> None:
+        if 0 < self.zero_optimization_stage() < 3 and self.global_rank == 0 and not self._has_told:
+            print(
+                "drop-in: engine.backward is called again before engine.step, which steps with the "
+                "sum of both; DeepSpeed steps with the last one's gradients alone at ZeRO stages 1 "
+                "and 2: add the losses, and call it once",
+                flush=True,
+            )
+        self._has_told = True
+
+    @contextlib.contextmanager
+    def _summing_reduced(self) -> Iterator[None]:
+        """Around a backward: what it reduces is rounded before it is added to what there is."""
+        before = [(p, p.grad.clone()) for p in self.module.parameters() if p.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+        held = DTYPES[self._specification.precision.gradients]
+        for parameter, earlier in before:
+            if parameter.grad is None:
+                parameter.grad = earlier
+            else:
+                parameter.grad.copy_(earlier.add_(parameter.grad).to(held))
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Ends a micro-batch: at the boundary the optimizer steps, and the scheduler after it.
 
         Raises:
-            ConfigError: within ``no_sync``.
+            ConfigError: within ``no_sync``, or after a backward that the engine has not run.
         """
         if self._within_no_sync:
             raise ConfigError(
                 "engine.step() within engine.no_sync()", fix="step after the last backward"
             )
-        self._applied = False
+        self._applied = self._has_ended = False
         if self.is_gradient_accumulation_boundary():
             self._take_step(dict(lr_kwargs or {}))
         self.micro_steps += 1
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
-        reports = isinstance(self.optimizer, EngineOptimizer)
-        outcome = self._native.step(self._specification.clip, measure_norm=reports)
+        if not self._has_run and any(p.grad is not None for p in self.module.parameters()):
+            raise plain_backward.refusal("engine.step() with gradients of another backward")
+        self._has_run = False
+        shown = self.optimizer if isinstance(self.optimizer, EngineOptimizer) else None
+        scale = self.cur_scale
+        outcome = self._native.step(self._specification.clip, measure_norm=shown is not None)
         self._native.zero_grad()
         self._applied = not outcome.skipped
-        if isinstance(self.optimizer, EngineOptimizer):
-            self.optimizer.overflow = outcome.skipped
-            self._norm = outcome.grad_norm
+        if shown is not None:
+            shown.overflow = outcome.skipped
+            self._norm = self._report_norm(outcome, scale)
         if outcome.skipped:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+
+    def _report_norm(self, outcome: StepOutcome, scale: float) -> Tensor | float | None:
+        """As DeepSpeed reports it of a step that began with a loss scale of ``scale``.
+
+        Infinite for one that is skipped; its stage 3 divides by the scale that there is afterwards.
+        """
+        if outcome.skipped:
+            return math.inf
+        if outcome.grad_norm is None or self.zero_optimization_stage() < 3:
+            return outcome.grad_norm
+        return outcome.grad_norm * (scale / self.cur_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from torsh_trainer.errors import Unsupported
+
+TORCHS_SAVE: Callable[..., None] = torch.save
+"""What ``torch.save`` is without this."""
 
 
 class Init:
@@ -71,6 +76,23 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             "register_external_parameter at stage 3: a parameter is gathered by its own module",
             fix="use stage 2, or read the parameter within the forward of its module",
         )
+
+
+def refuse_saved_parts() -> None:
+    """Exchanges ``torch.save``: of a parameter that stage 3 has cut it would save a part."""
+    torch.save = _save
+
+
+@functools.wraps(TORCHS_SAVE)
+def _save(obj: Any, *args: Any, **kwargs: Any) -> None:
+    """Raises Unsupported: something in ``obj`` is cut."""
+    if any(isinstance(leaf, DTensor) for leaf in tree_leaves(obj)):
+        raise Unsupported(
+            "torch.save of parameters that stage 3 has cut: a part of each would be saved",
+            fix="call engine.save_16bit_model(folder) or engine.save_checkpoint(folder) on every "
+            "process",
+        )
+    TORCHS_SAVE(obj, *args, **kwargs)
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor:

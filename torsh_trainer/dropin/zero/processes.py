@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,3 +56,26 @@ def find_device() -> torch.device:
 def local_rank() -> int:
     """The number of this process on its host."""
     return 0 if session.place is None else session.place.world.local_rank
+
+
+def cuts_models(mpu: Any) -> bool:
+    """Whether ``mpu``, a script's functions of who computes what, has processes share a model.
+
+    Without any of the functions that say how many do, nobody knows that they do not.
+    """
+    if mpu is None:
+        return False
+    sizes = [getattr(mpu, name)() for name in _SHARING if hasattr(mpu, name)]
+    return not sizes or max(sizes) > 1
+
+
+_SHARING = (
+    "get_model_parallel_world_size",
+    "get_tensor_model_parallel_world_size",
+    "get_slice_parallel_world_size",
+    "get_pipeline_model_parallel_world_size",
+    "get_pipe_parallel_world_size",
+    "get_sequence_parallel_world_size",
+    "get_context_parallel_world_size",
+)
+"""Names of functions of an ``mpu``, Megatron's and DeepSpeed's, that give numbers of processes."""

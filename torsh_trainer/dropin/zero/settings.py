@@ -12,12 +12,21 @@ from torsh_trainer.dropin.zero.specification import Specification
 from torsh_trainer.optim.precision import DTYPES
 
 
+class SampleClock:
+    """DeepSpeed's clock of samples a second; nothing is timed here."""
+
+    def update_epoch_count(self) -> None:
+        """An epoch has ended."""
+
+
 class Settings:
     """The questions that only a configuration answers."""
 
     _specification: Specification
     optimizer: Any
     training: bool
+
+    tput_timer = SampleClock()
 
     def _block(self, name: str) -> Mapping[str, Any]:
         found = self._specification.content.get(name)

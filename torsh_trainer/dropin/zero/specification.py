@@ -46,6 +46,11 @@ class Specification:
         """Every micro-batch is reduced over processes, as ZeRO does from stage 2 on."""
         return self.stage >= 2
 
+    @property
+    def adds_reduced(self) -> bool:
+        """What is reduced is whole here, and each micro-batch's is added to it afterwards."""
+        return self.stage == 2 and isinstance(self.strategy, DDP)
+
 
 def specify(
     source: str | Path | Mapping[str, Any], world_size: int, stated: Mapping[str, Any] | None

@@ -9,9 +9,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from torsh_trainer.dropin.zero import plain_backward
 from torsh_trainer.dropin.zero.engine import DeepSpeedEngine
+from torsh_trainer.dropin.zero.gathering import refuse_saved_parts
 from torsh_trainer.dropin.zero.optimizer import EngineOptimizer
-from torsh_trainer.dropin.zero.processes import meet
+from torsh_trainer.dropin.zero.processes import cuts_models, meet
 from torsh_trainer.dropin.zero.schedule import ConfiguredScheduler
 from torsh_trainer.dropin.zero.specification import Specification, read_source, specify
 from torsh_trainer.dropin.zero.task import MAIN, GivenModel, describe_optimizer
@@ -43,7 +45,7 @@ def initialize(
     """
     if model is None:
         raise ConfigError("deepspeed.initialize is given no model", fix="pass model=")
-    if mpu is not None or mesh_param is not None:
+    if mesh_param is not None or cuts_models(mpu):
         raise Unsupported(
             "deepspeed.initialize with mpu or mesh_param: parallelism within a model",
             fix="run this script with DeepSpeed itself",
@@ -77,6 +79,9 @@ def initialize(
         made.param_groups = stepped.param_groups
     shown = _show(native, specification, made or stepped)
     scheduler = _schedule(lr_scheduler, specification, native, made or stepped)
+    plain_backward.install()
+    if specification.stage == 3:
+        refuse_saved_parts()
     engine = DeepSpeedEngine(
         native,
         specification,

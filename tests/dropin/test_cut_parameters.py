@@ -1,0 +1,34 @@
+"""What a DeepSpeed script does with parameters that stage 3 has cut, and would not notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torsh_trainer.dropin.zero import gathering
+from torsh_trainer.dropin.zero.settings import Settings
+from torsh_trainer.errors import Unsupported
+
+
+@pytest.fixture
+def cut():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    yield DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])
+    torch.distributed.destroy_process_group()
+
+
+def test_a_part_is_not_saved_for_a_whole(cut, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "save", torch.save)
+    gathering.refuse_saved_parts()
+    with pytest.raises(Unsupported, match=r"torch\.save of parameters that stage 3 has cut"):
+        torch.save({"model": {"weight": cut}}, tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").exists()
+    torch.save({"weight": torch.ones(2), "step": 3}, tmp_path / "model.pt")
+    assert torch.load(tmp_path / "model.pt")["step"] == 3
+
+
+def test_the_clock_of_samples_may_be_told_of_an_epoch():
+    assert Settings().tput_timer.update_epoch_count() is None
