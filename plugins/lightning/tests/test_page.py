@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.exhaustive  # each command of a page, with what it prints
 
-pytestmark = pytest.mark.timeout(2000)  # the first test waits for all commands of the page
+pytestmark = [
+    pytest.mark.exhaustive,  # each command of a page, with what it prints
+    pytest.mark.timeout(2000),  # the first test waits for all commands of the page
+]
 
 PAGE = Path(__file__).parents[3] / "docs" / "migrate" / "lightning.md"
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
