@@ -35,7 +35,13 @@ from torsh_trainer.translate.launch.script_arguments import (
     find_family,
     table_of_family,
 )
-from torsh_trainer.translate.launch.scripts import LineOfScript, ScriptKind, find_kind
+from torsh_trainer.translate.launch.script_defaults import read_script_defaults
+from torsh_trainer.translate.launch.scripts import (
+    LineOfScript,
+    ScriptKind,
+    find_kind,
+    has_trainer,
+)
 from torsh_trainer.translate.outcomes import Outcome, exact, refuse
 from torsh_trainer.translate.plan import Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_words
@@ -155,8 +161,11 @@ def plan_job(
     except Asked as question:
         _ask(job, question.fact)
     _ask_for_words(job)
-    script = None if job.family else _find_script(job, finder)
+    script = _choose_script(job, finder)
+    defaults = read_script_defaults(job, _locate_script(job, finder))
+    job.arguments = (*defaults.said, *job.arguments)
     planning = _Planning(job, asked, document, script)
+    planning.script_notes, planning.reads_defaults = defaults.notes, bool(defaults.said)
     plan = planning.plan()
     used |= planning.used
     return plan
@@ -173,14 +182,26 @@ def _ask_for_words(job: LaunchJob) -> None:
     _ask(job, Fact("@", place, look, word.place.line, "'train.py ARGS'"))
 
 
-def _find_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
-    """The script of the line, where it is here and makes an engine of its own."""
+def _locate_script(job: LaunchJob, finder: FileFinder) -> Path | None:
+    """The script of the line, where it is here."""
     word = job.line.script
     if word is None or word.holes or job.line.module or not word.text.endswith(".py"):
         return None
-    path = finder.find(word.text, job.line.command.folder)
-    kind = None if path is None else find_kind(text_of(path))
-    return None if path is None or kind is None else (path, kind)
+    return finder.find(word.text, job.line.command.folder)
+
+
+def _choose_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
+    """The script that decides, since it makes an engine of its own; the names of its arguments
+    decide nothing then. A script of the Trainer's, or of Megatron's, is known by those."""
+    path = None if job.family == "megatron" else _locate_script(job, finder)
+    if path is None:
+        return None
+    text = text_of(path)
+    kind = find_kind(text)
+    if kind is None or (job.family and has_trainer(text, name=str(path))):
+        return None
+    job.family = ""
+    return path, kind
 
 
 def _hands_file_to_trainer(job: LaunchJob) -> bool:
@@ -258,6 +279,7 @@ class _Planning:
         self.job, self.asked, self.document, self.script = job, asked, document, script
         self.used: frozenset[str] = frozenset()
         self.script_notes: tuple[str, ...] = ()
+        self.reads_defaults = False
         self.found = _Findings()
         self.own: list[StatedFlag] = []
         self.is_decided_elsewhere = False
@@ -651,7 +673,9 @@ class _Planning:
                 "accelerate config has written one: add --config_file to have it read here"
             )
         yield from self.script_notes
-        if self.job.family:
+        if self.job.family and self.reads_defaults:
+            yield "of the script itself nothing was read but the defaults of its arguments"
+        elif self.job.family:
             yield (
                 "the script itself was not read: its arguments were recognised by their names alone"
             )

@@ -247,6 +247,9 @@ class Walk(ScriptCalls):
             self.frame, self.within = frame, within
         return self.modules[file]
 
+    def name_script(self) -> str:
+        return "train.py" if self.script is None else str(self.script)
+
     def name_file(self, file: str) -> dict[str, Any]:
         """``__file__`` of a module, which is named as seen from the script's folder."""
         if self.script is None:
