@@ -620,7 +620,10 @@ class _Planning:
     def settle_strategy(self) -> None:
         """The Trainer and diffusers wrap the model in DDP where several processes are started."""
         job = self.job
-        own = any(job.argument(name) for name in ("deepspeed", "deepspeed_config", "zero_stage"))
+        own = any(
+            said is not None and not said.is_empty
+            for said in map(job.argument, ("deepspeed", "deepspeed_config", "zero_stage"))
+        )
         known = job.family in ("hugging-face", "diffusers") and not own
         alone = job.line.launcher.launcher == PYTHON and not job.line.is_kept
         several = job.world.processes != 1 and not alone
