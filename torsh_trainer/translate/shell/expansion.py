@@ -154,6 +154,8 @@ class Expander:
             return (str(len(state.positional)),)
         name = state.name_argument(name)
         found = state.lookup(name)
+        if found is None and name in state.cleared:
+            return ()
         return found if found is not None else (Hole(name, f"${name}"),)
 
     def expand(self, text: str, state: ShellState, *, in_quotes: bool) -> Pieces:
