@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import keys, versions
 from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
@@ -42,25 +42,13 @@ from torsh_trainer.translate.launch.scripts import (
     find_kind,
     has_trainer,
 )
-from torsh_trainer.translate.outcomes import Outcome, exact, refuse
+from torsh_trainer.translate.launch.variables import is_deciding, judge_variable
+from torsh_trainer.translate.outcomes import Outcome, exact
 from torsh_trainer.translate.plan import Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_words
 from torsh_trainer.translate.reading import Document, text_of
 from torsh_trainer.translate.shell.words import Word
 from torsh_trainer.utils.masking import MASK, is_secret, mask_text
-
-_OFF = ("", "0", "false", "no", "none")
-_DECIDING = {
-    r"ACCELERATE_(USE_\w+|DEEPSPEED_\w+|MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS)|FSDP_\w+": (
-        "accelerate takes its engine and its precision from it, beside the line: give them to "
-        "accelerate launch as options, and translate that line"
-    ),
-    r"PL_DEEPSPEED_CONFIG_PATH": (
-        "Lightning takes its configuration of DeepSpeed from it: translate that file with "
-        "--context lightning"
-    ),
-}
-"""Variables that decide how is trained, where no option says so -> the next move."""
 
 _SHORTEST = 9
 """Letters of an abbreviation that is taken for an argument of a family."""
@@ -126,8 +114,10 @@ def plan_job(
     finder: FileFinder,
     asked: TranslationRequest,
     used: set[str],
+    text: str = "",
 ) -> Plan:
-    """The plan for one job of a launch file; ``used`` gets the names that its script hangs on.
+    """The plan for one job of a launch file, whose ``text`` may make lines of its variables;
+    ``used`` gets the names that its script hangs on.
 
     Raises:
         ConfigError: a flag or a configuration is invalid, with its place and the next move.
@@ -162,9 +152,11 @@ def plan_job(
         _ask(job, question.fact)
     _ask_for_words(job)
     script = _choose_script(job, finder)
-    defaults = read_script_defaults(job, _locate_script(job, finder))
+    path = _locate_script(job, finder)
+    defaults = read_script_defaults(job, path)
     job.arguments = (*defaults.said, *job.arguments)
     planning = _Planning(job, asked, document, script)
+    planning.text, planning.script_text = text, _text_of_script(path)
     planning.script_notes, planning.reads_defaults = defaults.notes, bool(defaults.said)
     plan = planning.plan()
     used |= planning.used
@@ -188,6 +180,13 @@ def _locate_script(job: LaunchJob, finder: FileFinder) -> Path | None:
     if word is None or word.holes or job.line.module or not word.text.endswith(".py"):
         return None
     return finder.find(word.text, job.line.command.folder)
+
+
+def _text_of_script(path: Path | None) -> str:
+    try:
+        return "" if path is None else text_of(path)
+    except (ConfigError, ResourceError):
+        return ""
 
 
 def _choose_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
@@ -280,6 +279,7 @@ class _Planning:
         self.used: frozenset[str] = frozenset()
         self.script_notes: tuple[str, ...] = ()
         self.reads_defaults = False
+        self.text = self.script_text = ""
         self.found = _Findings()
         self.own: list[StatedFlag] = []
         self.is_decided_elsewhere = False
@@ -403,18 +403,20 @@ class _Planning:
     def read_variables(self) -> None:
         """Variables that processes inherit; what they say stays in force around the command."""
         command = self.job.line.command
+        decides = self.job.line.launcher.launcher != "accelerate"
         for name, word in {**command.exported, **command.variables}.items():
+            named = re.compile(rf"\b{re.escape(name)}\b")
+            outcome = judge_variable(
+                name,
+                word.text,
+                decides=decides,
+                in_line=re.search(rf"\$\{{?[#!]?{re.escape(name)}\b", self.text) is not None,
+                in_script=named.search(self.script_text) is not None,
+                is_prefix=name in command.variables,
+            )
+            self.is_decided_elsewhere |= decides and is_deciding(name, word.text)
             said = StatedFlag(name, (word,), word.place)
-            why = "processes inherit it: leave it where it is"
-            if name in command.variables:
-                why = "processes inherit it: it stands before the command below"
-            reasons = [why for pattern, why in _DECIDING.items() if re.fullmatch(pattern, name)]
-            decides = reasons and word.text.lower() not in _OFF
-            if decides and self.job.line.launcher.launcher != "accelerate":
-                self.is_decided_elsewhere = True
-                self.found.take(said, refuse(reasons[0]), "launch.variable")
-            else:
-                self.found.take(said, exact(why), "launch.variable")
+            self.found.take(said, outcome, "launch.variable")
 
     def read_arguments(self) -> None:
         table = table_of_family(self.job.family)

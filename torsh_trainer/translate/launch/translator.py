@@ -249,7 +249,12 @@ class LaunchFile:
             plan = self.plan_horovod(line, source)
         else:
             plan = plan_job(
-                line, source=source, finder=self.finder, asked=self.asked, used=self.used
+                line,
+                source=source,
+                finder=self.finder,
+                asked=self.asked,
+                used=self.used,
+                text=self.text,
             )
         if line.script is not None and not line.script.holes:
             self.finder.find(line.script.text, line.command.folder)
