@@ -453,6 +453,20 @@ SCRIPT_CASES: list[Case] = [
         {},
     ),
     (
+        "step.beside",
+        script(stepped("", "kfac.KFAC(model).step()")),
+        "kfac.KFAC(model).step",
+        "refused",
+        {},
+    ),
+    (
+        "gradient.changed",
+        script(stepped("", "model.weight.grad.mul_(2)")),
+        "model.weight.grad",
+        "refused",
+        {},
+    ),
+    (
         "schedule.type",
         scheduled_by_transformers(),
         "scheduler",
