@@ -467,6 +467,20 @@ SCRIPT_CASES: list[Case] = [
         {},
     ),
     (
+        "script.exec",
+        script(changed(("hvd.init()", "exec(open('configurator.py').read())\nhvd.init()"))),
+        "exec(open('configurator.py').read())",
+        "refused",
+        {},
+    ),
+    (
+        "optimizer.by-hand",
+        script(stepped("", "optimizer.param_groups[0]['weight_decay'] = 0.1")),
+        "param_group['weight_decay']",
+        "refused",
+        {},
+    ),
+    (
         "schedule.type",
         scheduled_by_transformers(),
         "scheduler",

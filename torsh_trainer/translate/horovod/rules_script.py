@@ -9,8 +9,10 @@ from torsh_trainer.translate.horovod.rules import constant_rule, fixed_rule, rul
 from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
 from torsh_trainer.translate.python.torch_calls import (
     CHANGES_GRADIENT,
+    CHANGES_OPTION,
     OTHER_ADAM,
     PLAIN_SCHEDULES,
+    RUNS_TEXT,
     STEPS_BESIDE,
 )
 
@@ -535,3 +537,5 @@ fixed_rule(
 )
 fixed_rule("step.beside", "refused", STEPS_BESIDE)
 fixed_rule("gradient.changed", "refused", CHANGES_GRADIENT)
+fixed_rule("script.exec", "refused", RUNS_TEXT)
+fixed_rule("optimizer.by-hand", "refused", CHANGES_OPTION)

@@ -516,6 +516,11 @@ class _Leaves:
             if event.what in _OWN_CALLS and not event.facts.get("of_gradient"):
                 rule = _OWN_CALLS[event.what]
                 self.add(f"hvd.{event.what}", event.what, True, event, rule)
+            elif event.what == "exec":
+                self.add(event.facts["written"], "exec", True, event, "script.exec")
+            elif event.what == "param_group.option":
+                key = f"param_group['{event.facts['name']}']"
+                self.add(key, key, "changed", event, "optimizer.by-hand")
             elif event.what == "step.unknown":
                 key = event.facts["written"]
                 self.add(key, key, event.facts["made"], event, "step.beside")

@@ -12,6 +12,7 @@ from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.events import place_of
 from torsh_trainer.translate.python.expressions import Expressions
 from torsh_trainer.translate.python.values import (
+    Function,
     ImportedName,
     ScriptDict,
     Thing,
@@ -60,6 +61,19 @@ def define_flag(walk: Expressions, args: list[Any], named: Mapping[str, Any]) ->
             walk.used.add(flag)
             value = read_setting(str(walk.arguments[flag])) if stated is None else stated
     walk.flags[name] = Unknown(f"FLAGS.{name}", Place()) if value is None else value
+
+
+def read_parameters(walk: Expressions, function: Function) -> dict[str, Any]:
+    """Parameters of a function by the words of the line, as ``fire.Fire`` reads them: literals."""
+    definition = function.node.args
+    found: dict[str, Any] = {}
+    for part in (*definition.posonlyargs, *definition.args, *definition.kwonlyargs):
+        for flag in (f"--{part.arg}", f"--{part.arg.replace('_', '-')}"):
+            if flag in walk.arguments:
+                walk.used.add(flag)
+                said = walk.arguments[flag]
+                found[part.arg] = read_setting(str(said)) if isinstance(said, str) else said
+    return found
 
 
 class GivenWord(str):

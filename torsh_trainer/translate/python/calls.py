@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from torsh_trainer.translate.python.arguments import call_parser, define_flag
+from torsh_trainer.translate.python.arguments import call_parser, define_flag, read_parameters
 from torsh_trainer.translate.python.click_options import read_options
 from torsh_trainer.translate.python.dataclass_arguments import (
     METHODS,
@@ -191,6 +191,11 @@ class ScriptCalls(Expressions):
             return make_parser(self, args, named, node)
         if last == "ArgumentParser":
             return Thing("parser", place_of(node), {"defaults": {}})
+        if last == "Fire" and args and isinstance(args[0], Function):
+            named = read_parameters(self, args[0])
+            return self.call_function(args[0], [], named, node)
+        if dotted == "exec":
+            self.event("exec", node, {"written": write_expression(node)[:80]})
         if last.startswith("DEFINE_"):
             define_flag(self, args, named)
         return otherwise

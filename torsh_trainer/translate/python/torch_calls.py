@@ -84,6 +84,18 @@ STEPS_BESIDE = (
 )
 """What is said of an object with a step of which reading knows nothing else."""
 
+RUNS_TEXT = (
+    "it runs text that is not read: what that sets may be another value than those here; state in "
+    "the recipe what differs"
+)
+"""What is said of ``exec``."""
+
+CHANGES_OPTION = (
+    "the script changes it while it trains: write it as an optimizer or callback of your own "
+    "(docs/optimization.md), or leave it out"
+)
+"""What is said of an option of the optimizer that is set in a loop."""
+
 CHANGES_GRADIENT = (
     "gradients are changed by hand before the optimizer steps: write it as an optimizer of your "
     "own (docs/optimization.md), or leave it out"

@@ -19,8 +19,10 @@ from torsh_trainer.translate.plan import Finding
 from torsh_trainer.translate.python.events import Event, ScriptReading
 from torsh_trainer.translate.python.torch_calls import (
     CHANGES_GRADIENT,
+    CHANGES_OPTION,
     OTHER_ADAM,
     PLAIN_SCHEDULES,
+    RUNS_TEXT,
     STEPS_BESIDE,
     name_positional,
 )
@@ -164,6 +166,10 @@ def _outcomes_of(
         yield event.facts["written"], None, refuse(STEPS_BESIDE)
     elif what == "gradient.changed":
         yield event.facts["written"], None, refuse(CHANGES_GRADIENT)
+    elif what == "exec":
+        yield event.facts["written"], None, refuse(RUNS_TEXT)
+    elif what == "param_group.option":
+        yield f"param_group.{event.facts['name']}", None, refuse(CHANGES_OPTION)
     elif what == "param_group.lr":
         yield what, None, refuse("the script sets the rate itself: write it as a schedule")
     elif what == "loop.range":
