@@ -52,10 +52,10 @@ def rerun(argv: Sequence[str]) -> int:
 
 
 def verify(argv: Sequence[str]) -> int:
-    """The verb ``verify +recipe=NAME strategies=[...]``, or with ``--source``, ``--command``."""
+    """The verb ``verify``: of a recipe, or with ``--source``, ``--command`` or ``--launch``."""
     if any(word.partition("=")[0] == "--source" for word in argv):
         return _prove(argv)
-    if any(word.partition("=")[0] == "--command" for word in argv):
+    if any(word.partition("=")[0] in ("--command", "--launch") for word in argv):
         from torsh_trainer.dropin.verifying import main as verify_command
 
         return verify_command(argv)

@@ -31,6 +31,17 @@ WARM = "parser.add_argument('--warm', action='store_true')"
 SWITCH = "parser.add_argument('--fast', action=argparse.BooleanOptionalAction, default=True)"
 MODE = "parser.add_argument('--mode', nargs='?', const='0.125', default='0.5')"
 
+TRUTH = (
+    "def truth(word):\n    return word.lower() in ('yes', 'true')\n"
+    "parser.add_argument('--warm', type=truth, default='no')"
+)
+SHORT_TRUTH = "parser.add_argument('--warm', type=lambda word: word == 'yes', default=False)"
+BOOL = "parser.add_argument('--warm', type=bool, default=False)"
+PAIR = (
+    "parser.add_argument('--warm', dest='warm', action='store_true', default=True)\n"
+    "parser.add_argument('--cold', dest='warm', action='store_false')"
+)
+
 
 @pytest.mark.parametrize(
     ("declared", "rate", "words"),
@@ -54,6 +65,20 @@ MODE = "parser.add_argument('--mode', nargs='?', const='0.125', default='0.5')"
         (SWITCH, "0.1 if args.fast else 0.2", "--fast"),
         (MODE, "float(args.mode)", "--mode 0.25"),
         (MODE, "float(args.mode)", "--mode"),
+        (TRUTH, "0.1 if args.warm else 0.2", ""),
+        (TRUTH, "0.1 if args.warm else 0.2", "--warm yes"),
+        (TRUTH, "0.1 if args.warm else 0.2", "--warm no"),
+        (SHORT_TRUTH, "0.1 if args.warm else 0.2", ""),
+        (SHORT_TRUTH, "0.1 if args.warm else 0.2", "--warm yes"),
+        (SHORT_TRUTH, "0.1 if args.warm else 0.2", "--warm no"),
+        (BOOL, "0.1 if args.warm else 0.2", ""),
+        (BOOL, "0.1 if args.warm else 0.2", "--warm False"),
+        (PAIR, "0.1 if args.warm else 0.2", ""),
+        (PAIR, "0.1 if args.warm else 0.2", "--cold"),
+        (PAIR, "0.1 if args.warm else 0.2", "--cold --warm"),
+        (PAIR, "0.1 if args.warm else 0.2", "--warm --cold"),
+        (LR, "args.learning_rate", "-l 0.3 --learning-rate 0.1"),
+        (LR, "args.learning_rate", "--learning-rate 0.1 -l 0.3"),
     ],
 )
 def test_they_are_what_argparse_makes_of_them(tmp_path, monkeypatch, declared, rate, words):

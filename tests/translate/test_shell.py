@@ -65,6 +65,7 @@ AS_BASH = {
     "pipes and redirections": "f-x a > /dev/null b 2>&1; f-x c",
     "heredoc leaves the rest": "cat <<EOF >/dev/null\nf-x 1\nEOF\nf-x 2",
     "let": "let A=3+4; f-x $A",
+    "unset": "A=1; B=2; C=(1 2); unset A C; f-x $A ${A:-3} ${A-4} $B; A=5; f-x $A",
     "env": "env A=1 f-x 2",
 }
 

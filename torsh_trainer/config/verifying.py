@@ -41,6 +41,7 @@ built-in model. Takes the options of translate: --world-size (2), --mode, --cont
 --source-version, --set, --lenient.
 
 python -m torsh_trainer verify --command 'horovodrun -np 2 python train.py' [--steps 20]
+python -m torsh_trainer verify --launch run.sh [--job LINE] [--set NAME=VALUE] [--steps 20]
 
 Runs your own line under its engine, then by drop-in, and compares every step; verify --command
 LINE --help says more.

@@ -1,4 +1,4 @@
-"""``verify --command LINE``: the user's line under its engine, then by drop-in, step by step."""
+"""``verify --command LINE``, or the line of ``--launch FILE``, under its engine and by drop-in."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torsh_trainer.dropin.deepspeed_line import read_deepspeed_command
+from torsh_trainer.dropin.launch_file import LineToRun, take_line
 from torsh_trainer.dropin.launch_line import read_command
 from torsh_trainer.dropin.recorded import recording
 from torsh_trainer.errors import ConfigError, ResourceError, TrainingError
+from torsh_trainer.translate.command import settings_of
 
 FLAG = "--command"
+FLAG_OF_FILE = "--launch"
 EXIT_APART = 12
 _HERE = Path(recording.__file__).parent
 _TINY = 1e-30
@@ -34,11 +37,15 @@ _PATIENCE_S = 30.0
 HELP = """\
 python -m torsh_trainer verify --command 'horovodrun -np 2 python train.py ARGS' [--steps 20]
 python -m torsh_trainer verify --command 'deepspeed --num_gpus 2 train.py ARGS' [--steps 20]
+python -m torsh_trainer verify --launch run.sh [--job 12] [--set NAME=VALUE] [--steps 20]
 
 Runs the line as it stands, under the engine that it is written for, then by drop-in, from the same
 seed, and compares every step: loss, gradient norm, learning rate, and the parameters after it. The
 script is not changed: what it does is recorded from outside, and each run ends after --steps steps.
+Of a launch file the one line that starts a job is taken; the file is read, and never executed.
 
+  --job NAME     of several jobs the one of that name: run.sh:12, or its line: 12
+  --set N=VALUE  what only your shell knows: a variable of the launch file, or its argument (1=8)
   --steps N      steps that are compared (20); 0: all that the script takes
   --bound B      allowed relative difference after one step, k times as much after k (1e-6)
   --seed N       seed of torch, NumPy and random before the script begins (0)
@@ -89,23 +96,24 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "--steps and --seed count from 0, and --bound is above 0", fix="correct them"
         )
-    words = shlex.split(options.command)
-    env = dict(os.environ)
-    order = read_deepspeed_command(options.command, env=env)
-    order = order or read_command(options.command, env=env)
-    program = shutil.which(words[0]) or _beside_python(words[0])
+    line = _find_line(options)
+    order = read_deepspeed_command(line.text, env=line.env)
+    order = order or read_command(line.text, env=line.env)
+    program = shutil.which(line.words[0]) or _beside_python(line.words[0])
     if program is None:
         raise ResourceError(
-            f"{words[0]} is not installed here, and verify --command runs the line under it",
+            f"{line.words[0]} is not installed here, and verify runs the line under it",
             fix="install it, or run the line by drop-in alone: python -m torsh_trainer drop-in "
-            f"--command {shlex.quote(options.command)}",
+            f"--command {shlex.quote(line.text)}",
         )
     with tempfile.TemporaryDirectory(prefix="torsh-verify-") as temporary:
         folder = Path(options.dir or temporary)
-        ours = [sys.executable, "-m", "torsh_trainer", "drop-in", "--command", options.command]
-        print(f"verify: {options.command}", flush=True)
-        original = _run("engine", [program, *words[1:]], folder, options, is_original=True)
-        dropped = _run("drop-in", ours, folder, options, is_original=False)
+        ours = [sys.executable, "-m", "torsh_trainer", "drop-in", "--command", line.text]
+        print("\n".join([f"verify: {line.text}", *(f"  note: {note}" for note in line.notes)]))
+        sys.stdout.flush()
+        theirs = [program, *line.words[1:]]
+        original = _run("engine", replace(line, words=tuple(theirs)), folder, options)
+        dropped = _run("drop-in", replace(line, words=tuple(ours)), folder, options)
     steps = min(original.steps, dropped.steps)
     if not steps:
         raise TrainingError(
@@ -122,6 +130,22 @@ def main(argv: Sequence[str]) -> int:
         print(f"APART: the engine took {original.steps} steps, and drop-in {dropped.steps}")
         return EXIT_APART
     return EXIT_APART if any(apart.first for apart in found.values()) else 0
+
+
+def _find_line(options: argparse.Namespace) -> LineToRun:
+    """The line that is stated, or that of a launch file.
+
+    Raises:
+        ConfigError: there is none, or it cannot be run by itself.
+        ResourceError: the file cannot be read.
+    """
+    env = dict(os.environ)
+    if options.launch is not None:
+        settings = settings_of(options.set)
+        return take_line(options.launch, job=options.job, settings=settings, env=env)
+    if options.job is not None or options.set:
+        raise ConfigError("--job and --set are about a launch file", fix="name it: --launch run.sh")
+    return LineToRun(tuple(shlex.split(options.command)), env=env)
 
 
 def compare_runs(mine: ScriptRun, expected: ScriptRun, *, bound: float) -> dict[str, Apart]:
@@ -199,10 +223,8 @@ def _of_parameters(mine: Sequence[Sequence[float]], expected: Sequence[Sequence[
     return largest
 
 
-def _run(
-    name: str, words: list[str], folder: Path, options: argparse.Namespace, *, is_original: bool
-) -> ScriptRun:
-    """Runs a line and reads what was recorded.
+def _run(name: str, line: LineToRun, folder: Path, options: argparse.Namespace) -> ScriptRun:
+    """Runs a line, under its ``engine`` or by ``drop-in``, and reads what was recorded.
 
     Raises:
         TrainingError: it failed.
@@ -210,20 +232,25 @@ def _run(
     records = folder / name
     shutil.rmtree(records, ignore_errors=True)
     records.mkdir(parents=True)
-    env = dict(os.environ)
-    env |= {
+    env = {
+        **line.env,
         recording.FOLDER: str(records.resolve()),
         recording.STEPS: str(options.steps),
         recording.SEED: str(options.seed),
     }
     env.setdefault("OMP_NUM_THREADS", "1")
-    if is_original:
+    if name == "engine":
         known = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
         env["PYTHONPATH"] = os.pathsep.join([str(_HERE), *known])
     output = records / "output.txt"
     with output.open("w") as stream:
         process = subprocess.Popen(
-            words, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT
+            line.words,
+            env=env,
+            cwd=line.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
         )
         code = _wait(process, name, output)
     files = sorted(records.glob("rank-*.jsonl"), key=lambda path: int(path.stem[5:]))
@@ -231,7 +258,7 @@ def _run(
     if code or not ranks or not all(ranks):
         _show_failure(output.read_text(errors="replace").strip().splitlines())
         what = f"ended with {code}" if code else "took no step of an optimizer of torch"
-        raise TrainingError(f"{shlex.join(words)} {what}", fix="its output is above")
+        raise TrainingError(f"{line.text} {what}", fix="its output is above")
     run = ScriptRun(ranks)
     print(f"  {name}: {len(ranks)} processes, {run.steps} steps", flush=True)
     return run
@@ -285,12 +312,16 @@ def _beside_python(name: str) -> str | None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"verify --command: {message}", fix="verify --command --help tells all")
+        raise ConfigError(f"verify: {message}", fix="verify --command --help tells all")
 
 
 def _parser() -> _Parser:
     parser = _Parser(prog="python -m torsh_trainer verify", add_help=False, allow_abbrev=False)
-    parser.add_argument(FLAG, required=True)
+    stated = parser.add_mutually_exclusive_group(required=True)
+    stated.add_argument(FLAG)
+    stated.add_argument(FLAG_OF_FILE, type=Path)
+    parser.add_argument("--job")
+    parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--bound", type=float, default=1e-6)
     parser.add_argument("--seed", type=int, default=0)

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
@@ -17,6 +18,7 @@ from torsh_trainer.translate.deepspeed import versions
 from torsh_trainer.translate.deepspeed.source import CONTEXTS, MODES
 from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.horovod import versions as horovod_versions
+from torsh_trainer.translate.jobs import choose_job
 from torsh_trainer.translate.own_task.command import (
     TaskFile,
     check_task,
@@ -53,16 +55,15 @@ def main(argv: Sequence[str]) -> int:
         )
     request = request_of(options)
     if options.file is not None and is_folder(Path(options.file)):
-        return _translate_project(Path(options.file), request, options)
+        if options.job is None:
+            return _translate_project(Path(options.file), request, options)
+        options.file, options.job = _find_job(Path(options.file), request, options.job)
     if options.task is not None:
         check_task(options.task, output=options.output, force=options.force)
     plans = work_of(options.file or "", request).translate_jobs()
-    if options.task is not None and len(plans) > 1:
-        raise ConfigError(
-            f"--task belongs to one job, and {plans[0].source.rpartition(':')[0]} starts "
-            f"{len(plans)}",
-            fix="give the line of one of them with --command",
-        )
+    if options.job is not None or (options.task is not None and len(plans) > 1):
+        names = [plan.source for plan in plans]
+        plans = (plans[choose_job(names, options.job, source=options.file or "--command")],)
     code = 0
     for number, plan in enumerate(plans, 1):
         if number > 1:
@@ -79,6 +80,14 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
+def _find_job(folder: Path, request: TranslationRequest, job: str) -> tuple[str, str]:
+    """The file in a folder in which a job stands, and the name that it has there."""
+    project = read_project(folder, replace(request, settings={}, command=None))
+    names = [one.source for one in project.jobs]
+    name = names[choose_job(names, job, source=str(folder))]
+    return re.sub(r":\d+$", "", name), name
+
+
 def _translate_project(
     folder: Path, request: TranslationRequest, options: argparse.Namespace
 ) -> int:
@@ -86,7 +95,7 @@ def _translate_project(
     if options.task is not None:
         raise ConfigError(
             f"--task belongs to one job, and {folder} is a folder",
-            fix="translate the folder without it, then the job by its own line",
+            fix="choose one by its name in the table: --job run.sh",
         )
     project = read_project(folder, request)
     if options.output is not None:
@@ -171,7 +180,7 @@ def request_of(asked: argparse.Namespace) -> TranslationRequest:
         context=asked.context,
         mode=asked.mode,
         lenient=asked.lenient,
-        settings=_settings_of(asked.set),
+        settings=settings_of(asked.set),
         command=asked.command,
     )
 
@@ -189,7 +198,7 @@ def _positive(world_size: int | None) -> int | None:
     return world_size
 
 
-def _settings_of(texts: Sequence[str]) -> dict[str, str]:
+def settings_of(texts: Sequence[str]) -> dict[str, str]:
     """The ``--set NAME=VALUE`` of a command line.
 
     Raises:
@@ -242,6 +251,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.py",
         help="write a task there, which imports the script's model, data and loss; the recipe "
         "names it",
+    )
+    parser.add_argument(
+        "--job",
+        metavar="NAME",
+        help="of several jobs the one of that name: run.sh:12, or its line: 12",
     )
     parser.add_argument("--force", action="store_true", help="replace the file of --task")
     parser.add_argument(

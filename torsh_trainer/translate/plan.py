@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -92,6 +92,18 @@ class Fact:
     look: str
     line: int = 0
     value: str = "VALUE"
+
+    @property
+    def leads_on(self) -> bool:
+        """More is read once it is known, and may ask for more: a file, a condition, a script."""
+        is_condition = self.value in ("true", "false") or "true or false" in self.look
+        return is_condition or self.value == "FILE" or self.name == "@"
+
+
+def note_more(facts: Sequence[Fact]) -> str:
+    """Words on facts of which more may follow; empty where this is all."""
+    names = [fact.name for fact in facts if fact.leads_on]
+    return f"what is read once {', '.join(names)} is known may ask for more" if names else ""
 
 
 @dataclass(frozen=True)

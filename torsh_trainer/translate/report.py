@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from torsh_trainer import __version__
-from torsh_trainer.translate.plan import VERDICTS, Plan
+from torsh_trainer.translate.plan import VERDICTS, Plan, note_more
 from torsh_trainer.translate.project import Project
 
 SCHEMA = "torsh-trainer/translation/1"
@@ -152,7 +152,9 @@ def _facts(plan: Plan) -> str:
         return ""
     rows = [_row((fact.name, fact.used, fact.look)) for fact in plan.facts]
     heads = ("fact", "where it is used", "what to look at")
-    return "<h2>Missing, and only you know it</h2>" + _table(heads, rows)
+    more = note_more(plan.facts)
+    said = f"<p>{escape(more)}</p>" if more else ""
+    return "<h2>Missing, and only you know it</h2>" + _table(heads, rows) + said
 
 
 def _finding_rows(plan: Plan) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from torsh_trainer.translate.plan import Plan
+from torsh_trainer.translate.plan import Plan, note_more
 from torsh_trainer.translate.project import CONFIGURATION, LAUNCH, SCRIPT, Project, ProjectJob
 from torsh_trainer.translate.report import as_one_line
 
@@ -69,6 +69,8 @@ def _lines(plan: Plan, width: int) -> Iterator[str]:
         yield "missing, and only you know it:"
         facts = [(fact.name, fact.used, fact.look) for fact in plan.facts]
         yield from _columns([_FACT_HEAD, *facts], width)
+        if more := note_more(plan.facts):
+            yield from ("", more)
 
 
 _MOST_FILES = 4

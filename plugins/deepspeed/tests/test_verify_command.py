@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from torsh_trainer_deepspeed.operators import extensions_dir
 
 from torsh_trainer.__main__ import main
@@ -40,13 +41,19 @@ CONFIG = {
 }
 
 
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    """DeepSpeed's launcher, with the operators that are compiled already."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)
+    compiled = os.environ.get("TORCH_EXTENSIONS_DIR", str(extensions_dir()))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", compiled)
+
+
 def test_a_line_of_deepspeed_agrees_with_its_drop_in(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions_dir()))  # compiled once for all tests
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    monkeypatch.setenv("PATH", path)
     Path("train.py").write_text(SCRIPT)
     Path("ds.json").write_text(json.dumps(CONFIG))
     line = "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds.json"
@@ -62,3 +69,27 @@ def test_a_line_of_deepspeed_agrees_with_its_drop_in(tmp_path, monkeypatch, caps
         assert [row["step"] for row in rows] == list(range(6))
         assert [len(row["losses"]) for row in rows[1:]] == [2] * 5  # micro-batches of a step
         assert rows[0]["parameters"] != rows[1]["parameters"]
+
+
+def test_the_line_of_a_launch_file_is_taken_and_nothing_else_of_it_is_run(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    Path("job").mkdir()
+    Path("job", "train.py").write_text(SCRIPT)
+    Path("job", "ds.json").write_text(json.dumps(CONFIG))
+    Path("job", "run.sh").write_text(
+        "touch was_run\nexport DS_ACCELERATOR=cpu OMP_NUM_THREADS=1\nGPUS=${1:-4}\n"
+        "cd $(dirname $0)\n"
+        "deepspeed --num_gpus $GPUS train.py --deepspeed --deepspeed_config ${DS:-'ds.json'}\n"
+        "deepspeed --num_gpus 2 other.py\n"
+    )
+    verify = ["verify", "--launch", "job/run.sh", "--set", "1=2", "--steps", "3"]
+    assert main(verify) == 2
+    assert "--job job/run.sh:5" in capsys.readouterr().err
+    assert main([*verify, "--job", "5"]) == 0
+    out = capsys.readouterr().out
+    assert "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds.json" in out
+    assert "train.py: 3 steps of 2 processes, by drop-in beside the engine" in out
+    assert len(re.findall(r" agrees", out)) == 4
+    assert not Path("was_run").exists()

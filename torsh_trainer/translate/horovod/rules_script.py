@@ -7,7 +7,14 @@ from typing import Any
 from torsh_trainer.translate.horovod.job import HorovodJob, Leaf, PerProcess
 from torsh_trainer.translate.horovod.rules import constant_rule, fixed_rule, rule, switch_rule
 from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
-from torsh_trainer.translate.python.torch_calls import OTHER_ADAM, PLAIN_SCHEDULES
+from torsh_trainer.translate.python.torch_calls import (
+    CHANGES_GRADIENT,
+    CHANGES_OPTION,
+    OTHER_ADAM,
+    PLAIN_SCHEDULES,
+    RUNS_TEXT,
+    STEPS_BESIDE,
+)
 
 _PLUGIN = "the plugin torsh-trainer-horovod trains so: strategy=horovod"
 
@@ -528,3 +535,7 @@ fixed_rule(
     "refused",
     "the script sets the rate itself: write what it does as a schedule, or as one of torch",
 )
+fixed_rule("step.beside", "refused", STEPS_BESIDE)
+fixed_rule("gradient.changed", "refused", CHANGES_GRADIENT)
+fixed_rule("script.exec", "refused", RUNS_TEXT)
+fixed_rule("optimizer.by-hand", "refused", CHANGES_OPTION)

@@ -85,7 +85,10 @@ def _judge_precision(job: LaunchJob, said: StatedFlag) -> Outcome:
     if kind in ("no", "fp32"):
         return Outcome("exact", "fp32 throughout", {"precision": "fp32"})
     if kind not in ("bf16", "fp16"):
-        return refuse("not in this release: fp8")
+        is_known = kind == "fp8"
+        return refuse(
+            "not in this release: fp8" if is_known else f"no precision is called {kind!r}"
+        )
     if find_engine(job) == DEEPSPEED:
         return exact("the configuration of DeepSpeed computes in it")
     if find_engine(job) == FSDP:

@@ -25,6 +25,8 @@ def _judge_nodes(job: LaunchJob, said: StatedFlag) -> Outcome:
 
 
 def _judge_include(job: LaunchJob, said: StatedFlag) -> Outcome:
+    if said.is_empty:
+        return dead("empty: nothing is chosen")
     hosts = parse_resources(job.text(said))
     if len(hosts) > 1:
         return refuse(f"not in this release: several hosts by name; {_ELSEWHERE}")
@@ -42,6 +44,8 @@ def _judge_include(job: LaunchJob, said: StatedFlag) -> Outcome:
 
 
 def _judge_exclude(job: LaunchJob, said: StatedFlag) -> Outcome:
+    if said.is_empty:
+        return dead("empty: nothing is left out")
     return approximate(
         "set CUDA_VISIBLE_DEVICES to the GPUs that are left, around the command",
         launcher__num_processes=AUTO,
@@ -161,6 +165,7 @@ def shape_world(job: LaunchJob, link: Link) -> WorldShape:
     said = link.find("num_nodes")
     hosts = link.find("hostfile", "H")
     include = link.find("include", "i")
+    include = None if include is not None and include.is_empty else include
     if said is not None:
         nodes = None if said.hole is not None else job.whole(said, least=1)
     elif include is not None:

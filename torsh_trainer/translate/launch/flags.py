@@ -49,6 +49,11 @@ class StatedFlag:
         return next((hole for word in self.values for hole in word.holes), None)
 
     @property
+    def is_empty(self) -> bool:
+        """Its value is an empty word, as in ``--deepspeed "$NOTHING"``."""
+        return bool(self.values) and self.hole is None and not self.text
+
+    @property
     def is_on(self) -> bool:
         """It stands alone, or says yes."""
         return self.text.lower() in ("true", "1", "yes", "y", "t", "on")

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.errors import ConfigError, nearest
+from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import keys, versions
 from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
@@ -35,26 +35,20 @@ from torsh_trainer.translate.launch.script_arguments import (
     find_family,
     table_of_family,
 )
-from torsh_trainer.translate.launch.scripts import LineOfScript, ScriptKind, find_kind
-from torsh_trainer.translate.outcomes import Outcome, exact, refuse
+from torsh_trainer.translate.launch.script_defaults import read_script_defaults
+from torsh_trainer.translate.launch.scripts import (
+    LineOfScript,
+    ScriptKind,
+    find_kind,
+    has_trainer,
+)
+from torsh_trainer.translate.launch.variables import is_deciding, judge_variable
+from torsh_trainer.translate.outcomes import Outcome, exact
 from torsh_trainer.translate.plan import Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import read_words
 from torsh_trainer.translate.reading import Document, text_of
 from torsh_trainer.translate.shell.words import Word
 from torsh_trainer.utils.masking import MASK, is_secret, mask_text
-
-_OFF = ("", "0", "false", "no", "none")
-_DECIDING = {
-    r"ACCELERATE_(USE_\w+|DEEPSPEED_\w+|MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS)|FSDP_\w+": (
-        "accelerate takes its engine and its precision from it, beside the line: give them to "
-        "accelerate launch as options, and translate that line"
-    ),
-    r"PL_DEEPSPEED_CONFIG_PATH": (
-        "Lightning takes its configuration of DeepSpeed from it: translate that file with "
-        "--context lightning"
-    ),
-}
-"""Variables that decide how is trained, where no option says so -> the next move."""
 
 _SHORTEST = 9
 """Letters of an abbreviation that is taken for an argument of a family."""
@@ -120,8 +114,10 @@ def plan_job(
     finder: FileFinder,
     asked: TranslationRequest,
     used: set[str],
+    text: str = "",
 ) -> Plan:
-    """The plan for one job of a launch file; ``used`` gets the names that its script hangs on.
+    """The plan for one job of a launch file, whose ``text`` may make lines of its variables;
+    ``used`` gets the names that its script hangs on.
 
     Raises:
         ConfigError: a flag or a configuration is invalid, with its place and the next move.
@@ -155,8 +151,13 @@ def plan_job(
     except Asked as question:
         _ask(job, question.fact)
     _ask_for_words(job)
-    script = None if job.family else _find_script(job, finder)
+    script = _choose_script(job, finder)
+    path = _locate_script(job, finder)
+    defaults = read_script_defaults(job, path)
+    job.arguments = (*defaults.said, *job.arguments)
     planning = _Planning(job, asked, document, script)
+    planning.text, planning.script_text = text, _text_of_script(path)
+    planning.script_notes, planning.reads_defaults = defaults.notes, bool(defaults.said)
     plan = planning.plan()
     used |= planning.used
     return plan
@@ -173,14 +174,33 @@ def _ask_for_words(job: LaunchJob) -> None:
     _ask(job, Fact("@", place, look, word.place.line, "'train.py ARGS'"))
 
 
-def _find_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
-    """The script of the line, where it is here and makes an engine of its own."""
+def _locate_script(job: LaunchJob, finder: FileFinder) -> Path | None:
+    """The script of the line, where it is here."""
     word = job.line.script
     if word is None or word.holes or job.line.module or not word.text.endswith(".py"):
         return None
-    path = finder.find(word.text, job.line.command.folder)
-    kind = None if path is None else find_kind(text_of(path))
-    return None if path is None or kind is None else (path, kind)
+    return finder.find(word.text, job.line.command.folder)
+
+
+def _text_of_script(path: Path | None) -> str:
+    try:
+        return "" if path is None else text_of(path)
+    except (ConfigError, ResourceError):
+        return ""
+
+
+def _choose_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
+    """The script that decides, since it makes an engine of its own; the names of its arguments
+    decide nothing then. A script of the Trainer's, or of Megatron's, is known by those."""
+    path = None if job.family == "megatron" else _locate_script(job, finder)
+    if path is None:
+        return None
+    text = text_of(path)
+    kind = find_kind(text)
+    if kind is None or (job.family and has_trainer(text, name=str(path))):
+        return None
+    job.family = ""
+    return path, kind
 
 
 def _hands_file_to_trainer(job: LaunchJob) -> bool:
@@ -258,6 +278,8 @@ class _Planning:
         self.job, self.asked, self.document, self.script = job, asked, document, script
         self.used: frozenset[str] = frozenset()
         self.script_notes: tuple[str, ...] = ()
+        self.reads_defaults = False
+        self.text = self.script_text = ""
         self.found = _Findings()
         self.own: list[StatedFlag] = []
         self.is_decided_elsewhere = False
@@ -381,18 +403,20 @@ class _Planning:
     def read_variables(self) -> None:
         """Variables that processes inherit; what they say stays in force around the command."""
         command = self.job.line.command
+        decides = self.job.line.launcher.launcher != "accelerate"
         for name, word in {**command.exported, **command.variables}.items():
+            named = re.compile(rf"\b{re.escape(name)}\b")
+            outcome = judge_variable(
+                name,
+                word.text,
+                decides=decides,
+                in_line=re.search(rf"\$\{{?[#!]?{re.escape(name)}\b", self.text) is not None,
+                in_script=named.search(self.script_text) is not None,
+                is_prefix=name in command.variables,
+            )
+            self.is_decided_elsewhere |= decides and is_deciding(name, word.text)
             said = StatedFlag(name, (word,), word.place)
-            why = "processes inherit it: leave it where it is"
-            if name in command.variables:
-                why = "processes inherit it: it stands before the command below"
-            reasons = [why for pattern, why in _DECIDING.items() if re.fullmatch(pattern, name)]
-            decides = reasons and word.text.lower() not in _OFF
-            if decides and self.job.line.launcher.launcher != "accelerate":
-                self.is_decided_elsewhere = True
-                self.found.take(said, refuse(reasons[0]), "launch.variable")
-            else:
-                self.found.take(said, exact(why), "launch.variable")
+            self.found.take(said, outcome, "launch.variable")
 
     def read_arguments(self) -> None:
         table = table_of_family(self.job.family)
@@ -598,7 +622,10 @@ class _Planning:
     def settle_strategy(self) -> None:
         """The Trainer and diffusers wrap the model in DDP where several processes are started."""
         job = self.job
-        own = any(job.argument(name) for name in ("deepspeed", "deepspeed_config", "zero_stage"))
+        own = any(
+            said is not None and not said.is_empty
+            for said in map(job.argument, ("deepspeed", "deepspeed_config", "zero_stage"))
+        )
         known = job.family in ("hugging-face", "diffusers") and not own
         alone = job.line.launcher.launcher == PYTHON and not job.line.is_kept
         several = job.world.processes != 1 and not alone
@@ -651,7 +678,9 @@ class _Planning:
                 "accelerate config has written one: add --config_file to have it read here"
             )
         yield from self.script_notes
-        if self.job.family:
+        if self.job.family and self.reads_defaults:
+            yield "of the script itself nothing was read but the defaults of its arguments"
+        elif self.job.family:
             yield (
                 "the script itself was not read: its arguments were recognised by their names alone"
             )

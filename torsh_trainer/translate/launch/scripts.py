@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import versions as deepspeed_versions
 from torsh_trainer.translate.deepspeed.script.engines import is_deepspeed_script
@@ -17,6 +18,7 @@ from torsh_trainer.translate.horovod.job import Options as HorovodOptions
 from torsh_trainer.translate.horovod.source import is_horovod_script
 from torsh_trainer.translate.horovod.translator import translate_script
 from torsh_trainer.translate.plan import ScriptPlan
+from torsh_trainer.translate.python.parsing import find_imports, parse
 from torsh_trainer.translate.reading import Document
 
 
@@ -78,3 +80,17 @@ KINDS = (
 def find_kind(text: str) -> ScriptKind | None:
     """What reads a script of that text; None where it makes no engine that is known here."""
     return next((kind for kind in KINDS if kind.is_one(text)), None)
+
+
+def has_trainer(text: str, *, name: str) -> bool:
+    """Whether a script imports what makes an engine itself, Hugging Face's Trainer or accelerate;
+    what cannot be parsed is taken for one that does."""
+    try:
+        imported = list(find_imports(parse(text, name=name)))
+    except ConfigError:
+        return True
+    return any(
+        one.startswith(("transformers.", "trl.", "accelerate."))
+        and one.endswith(("Trainer", "Accelerator"))
+        for one in imported
+    )

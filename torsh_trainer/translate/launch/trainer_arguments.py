@@ -387,6 +387,8 @@ def _fsdp_file(job: LaunchJob, said: StatedFlag) -> Outcome:
 def _file(job: LaunchJob, said: StatedFlag) -> Outcome:
     if not said.values:
         return exact("DeepSpeed is switched on")
+    if said.is_empty:
+        return dead("empty: no DeepSpeed")
     return exact("read together with this line")
 
 

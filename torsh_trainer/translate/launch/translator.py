@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
@@ -133,7 +134,7 @@ class LaunchTranslator(Translator):
         else:
             text = text_of(Path(source))
             beside = Path(source).parent
-        return _LaunchFile(name, text, beside, asked).plans()
+        return LaunchFile(name, text, beside, asked).plans()
 
 
 def _is_launch(text: str) -> bool:
@@ -171,11 +172,16 @@ def _is_shell_file(path: Path, text: str) -> bool:
     return shell or starts or path.suffix.lower() in _ENDINGS
 
 
-class _LaunchFile:
+class LaunchFile:
     """One source: its commands, the jobs among them, and the files that it writes."""
 
     def __init__(
-        self, name: str, text: str, beside: Path | None, asked: TranslationRequest
+        self,
+        name: str,
+        text: str,
+        beside: Path | None,
+        asked: TranslationRequest,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.name, self.text, self.asked, self.beside = name, text, asked, beside
         self.directives = list(_read_directives(text))
@@ -183,7 +189,7 @@ class _LaunchFile:
         self.finder = FileFinder(beside, {})
         self.used: set[str] = set()
         self.script: ShellScript = read_script(
-            text, name=name, known=known, open_text=self.open_sourced
+            text, name=name, known=known, open_text=self.open_sourced, environment=environment
         )
         self.finder = replace(self.finder, written=self.script.files)
 
@@ -196,13 +202,18 @@ class _LaunchFile:
             return None
         return text_of(path)
 
-    def plans(self) -> tuple[Plan, ...]:
-        found = [(command, read_line(command)) for command in self.script.commands]
-        lines = [line for _, line in found if line is not None]
+    def lines(self) -> tuple[list[LaunchLine], list[LaunchLine]]:
+        """The lines that start jobs, and those that only run Python beside them."""
+        lines = [line for line in map(read_line, self.script.commands) if line is not None]
         started = [
             line for line in lines if line.launcher.launcher != PYTHON or len(line.links) > 1
         ]
-        jobs = started or lines
+        return (
+            (started, [line for line in lines if line not in started]) if started else (lines, [])
+        )
+
+    def plans(self) -> tuple[Plan, ...]:
+        jobs, others = self.lines()
         if not jobs:
             written = self.plans_written()
             if written:
@@ -216,7 +227,7 @@ class _LaunchFile:
             plans += made if len(made) == 1 else join_rounds(rounds, made)
         self.check_settings(jobs)
         plans = _tell_files_apart(plans)
-        left = self.list_left([line for line in lines if line not in jobs])
+        left = self.list_left(others)
         return tuple(self.finish(plan, left, len(plans)) for plan in plans)
 
     def plans_written(self) -> tuple[Plan, ...]:
@@ -224,7 +235,7 @@ class _LaunchFile:
         for path, written in self.script.files.items():
             if written.text is None or not _is_launch_text(text := plain(written.text)):
                 continue
-            inner = _LaunchFile(self.name, text, self.beside, self.asked)
+            inner = LaunchFile(self.name, text, self.beside, self.asked)
             inner.directives = inner.directives or self.directives
             where = f"{path}, which line {written.place.line} writes"
             note = f"the job stands in {where}; lines are its own"
@@ -238,7 +249,12 @@ class _LaunchFile:
             plan = self.plan_horovod(line, source)
         else:
             plan = plan_job(
-                line, source=source, finder=self.finder, asked=self.asked, used=self.used
+                line,
+                source=source,
+                finder=self.finder,
+                asked=self.asked,
+                used=self.used,
+                text=self.text,
             )
         if line.script is not None and not line.script.holes:
             self.finder.find(line.script.text, line.command.folder)

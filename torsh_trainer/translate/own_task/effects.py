@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
+from collections.abc import Container
 
 _QUIET_METHODS = frozenset(
     [
@@ -43,6 +44,9 @@ _QUIET_CALLS = re.compile(
     r"evaluate\w*|validate\w*|test\w*|predict\w*|generate|sample|plot\w*|checkpoint\w*)$"
 )
 """Functions that are told something, and change nothing of it."""
+
+_JUDGED = re.compile(r"(^|\.)clip_grad_(norm|value)_?$")
+"""Functions that the rules of every engine have a verdict on."""
 
 _ENGINES = re.compile(r"^(hvd|horovod|deepspeed|dist|torch\.distributed|wandb|mlflow|logging)\.")
 _CHANGING = re.compile(
@@ -84,10 +88,13 @@ def name_of(node: ast.expr) -> str:
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 
 
-def changes(node: ast.stmt, name: str, *, of_model: bool = False) -> bool:
+def changes(
+    node: ast.stmt, name: str, *, of_model: bool = False, loud: Container[str] = ()
+) -> bool:
     """Whether a statement changes what the variable ``name`` holds, without binding it anew.
 
     ``of_model``: the variable is a model, which other objects may change that it is given to.
+    ``loud`` are functions of the project that change something, whatever their names say.
     """
     match node:
         case ast.Assign() | ast.AugAssign() | ast.AnnAssign() | ast.Delete():
@@ -95,19 +102,25 @@ def changes(node: ast.stmt, name: str, *, of_model: bool = False) -> bool:
             if any(root_of(t) == name and not isinstance(t, ast.Name) for t in _flat(targets)):
                 return True
             value = getattr(node, "value", None)
-            return isinstance(value, ast.Call) and _is_changing_call(value, name)
+            return isinstance(value, ast.Call) and (
+                _is_changing_call(value, name) or _is_loud_call(value, name, loud)
+            )
         case ast.Expr(value=ast.Call() as call):
-            return _is_call_for_effect(call, name, of_model)
+            return _is_call_for_effect(call, name, of_model, loud)
         case ast.For() | ast.AsyncFor():
             if root_of(node.iter) != name and not _mentions(node.iter, name):
-                return any(changes(part, name, of_model=of_model) for part in node.body)
+                return any(changes(part, name, of_model=of_model, loud=loud) for part in node.body)
             element = root_of(node.target) or "_"
             names = {part.id for part in ast.walk(node.target) if isinstance(part, ast.Name)}
             return any(
-                changes(part, one) for part in _flat_body(node.body) for one in {element, *names}
+                changes(part, one, loud=loud)
+                for part in _flat_body(node.body)
+                for one in {element, *names}
             )
         case ast.If() | ast.With() | ast.AsyncWith() | ast.While():
-            return any(changes(part, name, of_model=of_model) for part in _flat_body([node]))
+            return any(
+                changes(part, name, of_model=of_model, loud=loud) for part in _flat_body([node])
+            )
         case _:
             return False
 
@@ -145,15 +158,19 @@ class _Marking(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def is_quiet(call: ast.Call) -> bool:
-    """A call that is told something, and changes nothing of it."""
+def is_quiet(call: ast.Call, loud: Container[str] = ()) -> bool:
+    """A call that is told something, and changes nothing of it, by its name; ``loud`` are functions
+    of the project that do."""
     text = name_of(call)
-    return _QUIET_CALLS.search(text) is not None or _ENGINES.search(text + ".") is not None
+    if text.rpartition(".")[2] in loud:
+        return False
+    quiet = _QUIET_CALLS.search(text) or _JUDGED.search(text) or _ENGINES.search(text + ".")
+    return quiet is not None
 
 
-def _is_call_for_effect(call: ast.Call, name: str, of_model: bool) -> bool:
+def _is_call_for_effect(call: ast.Call, name: str, of_model: bool, loud: Container[str]) -> bool:
     func = call.func
-    if is_quiet(call):
+    if is_quiet(call, loud):
         return False
     if root_of(func) == name and isinstance(func, ast.Attribute):
         chained = isinstance(func.value, ast.Call) and _is_changing_call(func.value, name)
@@ -167,6 +184,12 @@ def _is_call_for_effect(call: ast.Call, name: str, of_model: bool) -> bool:
         return False
     method = isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name)
     return not method or of_model or _CHANGING.search(ast.unparse(func).rpartition(".")[2]) is None
+
+
+def _is_loud_call(call: ast.Call, name: str, loud: Container[str]) -> bool:
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    is_loud = name_of(call).rpartition(".")[2] in loud
+    return is_loud and any(root_of(arg) == name for arg in given)
 
 
 def _is_changing_call(call: ast.Call, name: str) -> bool:

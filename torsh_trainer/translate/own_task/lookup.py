@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torsh_trainer.translate.own_task.importing import Importer
+from torsh_trainer.translate.own_task.loud import list_loud
 from torsh_trainer.translate.own_task.meanings import (
     Arguments,
     Builtin,
@@ -45,6 +46,7 @@ class Lookup:
 
     def __init__(self, script: TrainingScript, importer: Importer) -> None:
         self.script, self.importer = script, importer
+        self.loud = list_loud(script)
         self.models: set[Variable] = set()
         self.values: list[Any] = []
         for written in script.models[:1]:

@@ -88,7 +88,7 @@ def list_changes_of_data(
     for step in frame.steps[data.at + 1 :]:
         if name in list_bound(step.node):
             return
-        if loop.is_outside(frame, step) and changes(step.node, name):
+        if loop.is_outside(frame, step) and changes(step.node, name, loud=lookup.loud):
             what = f"{name} is changed after its loader is made"
             fix = "change it before that, or in the data source; then delete this line"
             yield frame.module.file, step.node.lineno, what, fix
@@ -178,6 +178,29 @@ def _hooks(node: ast.stmt) -> bool:
     )
 
 
+def list_loud_calls(
+    script: TrainingScript, lookup: Lookup, loop: DataLoop, backward: Backward, made: float
+) -> Iterator[Residue]:
+    """Calls of functions of the project whose names say that they change nothing, and that do,
+    once the optimizer is made and before all is trained."""
+    frame = backward.event.frame
+    assert frame is not None
+    for where, _ in frame.chain():
+        for step in where.steps:
+            after = where is not frame and not any(o in loop.passed for o in step.within)
+            if step.order <= made or (after and step.order > backward_order(backward)):
+                continue
+            for call in ast.walk(step.node):
+                if not isinstance(call, ast.Call):
+                    continue
+                loud = lookup.loud.get(name_of(call).rpartition(".")[2])
+                if loud is not None:
+                    inner = f"{loud.file or script.path.name}:{loud.line}: {loud.words}"
+                    words = f"{name_of(call)[:60]}() is called as if it changed nothing; {inner}"
+                    fix = "do it in a callback, or see that it changes nothing; then delete this"
+                    yield where.module.file, call.lineno, words, fix
+
+
 def list_late_changes(
     lookup: Lookup, loop: DataLoop, backward: Backward, made: float
 ) -> Iterator[Residue]:
@@ -190,7 +213,7 @@ def list_late_changes(
             call = step.node.value if isinstance(step.node, ast.Expr) else None
             if step.order <= made or not isinstance(call, ast.Call):
                 continue
-            if is_quiet(call) or is_of_engine(call):
+            if is_of_engine(call) or is_quiet(call):
                 continue
             after = where is not frame and not any(o in loop.passed for o in step.within)
             if after and step.order > backward_order(backward):

@@ -161,7 +161,8 @@ class Slicer:
         changed = [
             i
             for i in range(local.at)
-            if i in bound or changes(frame.steps[i].node, name, of_model=self.of_model)
+            if i in bound
+            or changes(frame.steps[i].node, name, of_model=self.of_model, loud=self.lookup.loud)
         ]
         steps = [i for i in changed if self.inside(frame, frame.steps[i])]
         fresh = [i for i in steps if i in bound and self.is_fresh(frame.steps[i], name)]
@@ -178,7 +179,7 @@ class Slicer:
                 if marked is None:
                     continue
                 sets = MARK in list_bound(marked)
-                if sets or changes(marked, MARK, of_model=self.of_model):
+                if sets or changes(marked, MARK, of_model=self.of_model, loud=self.lookup.loud):
                     found.append((frame, index))
         return found
 

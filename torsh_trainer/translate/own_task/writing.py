@@ -20,6 +20,7 @@ from torsh_trainer.translate.own_task.own_file import ARGUMENTS, FILL_IN, Missin
 from torsh_trainer.translate.own_task.residue import (
     list_changes_of_data,
     list_late_changes,
+    list_loud_calls,
     list_residue,
 )
 from torsh_trainer.translate.own_task.slicing import CarriedStatement, Slicer
@@ -248,6 +249,7 @@ class _Writing:
             chosen = self.script.models[0]
             order = chosen.frame.steps[chosen.at].order
             residue += list_late_changes(self.lookup, loop, backward, order)
+            residue += list_loud_calls(self.script, self.lookup, loop, backward, order)
         told = [_filling(self.file.miss(*row)) for row in dict.fromkeys(residue)]
         self.parts.split.loss = [*told, *self.parts.split.loss]
 

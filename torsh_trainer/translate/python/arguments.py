@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.events import place_of
 from torsh_trainer.translate.python.expressions import Expressions
-from torsh_trainer.translate.python.values import FUNCTIONS, ImportedName, Thing, Unknown, compute
+from torsh_trainer.translate.python.values import (
+    Function,
+    ImportedName,
+    ScriptDict,
+    Thing,
+    Unknown,
+    function_of_lambda,
+    is_plain,
+)
 
 
 def call_parser(
@@ -24,7 +32,7 @@ def call_parser(
 ) -> Any:
     """The value of a method of a parser."""
     if name == "add_argument":
-        _declare(owner.facts, args, named, walk)
+        declare(walk, owner.facts, args, named, node)
         return walk.unknown(node)
     if name in ("add_argument_group", "add_mutually_exclusive_group"):
         return owner
@@ -53,6 +61,19 @@ def define_flag(walk: Expressions, args: list[Any], named: Mapping[str, Any]) ->
             walk.used.add(flag)
             value = read_setting(str(walk.arguments[flag])) if stated is None else stated
     walk.flags[name] = Unknown(f"FLAGS.{name}", Place()) if value is None else value
+
+
+def read_parameters(walk: Expressions, function: Function) -> dict[str, Any]:
+    """Parameters of a function by the words of the line, as ``fire.Fire`` reads them: literals."""
+    definition = function.node.args
+    found: dict[str, Any] = {}
+    for part in (*definition.posonlyargs, *definition.args, *definition.kwonlyargs):
+        for flag in (f"--{part.arg}", f"--{part.arg.replace('_', '-')}"):
+            if flag in walk.arguments:
+                walk.used.add(flag)
+                said = walk.arguments[flag]
+                found[part.arg] = read_setting(str(said)) if isinstance(said, str) else said
+    return found
 
 
 class GivenWord(str):
@@ -86,8 +107,12 @@ def _take_short_forms(
             found[declared[word[:2]].name] = declared[word[:2]].read(word[2:])
 
 
-def _declare(
-    facts: dict[str, Any], args: list[Any], named: Mapping[str, Any], walk: Expressions
+def declare(
+    walk: Expressions,
+    facts: dict[str, Any],
+    args: list[Any],
+    named: Mapping[str, Any],
+    node: ast.Call,
 ) -> None:
     """Enters an argument of argparse with what it is where nobody says otherwise."""
     defaults = facts["defaults"]
@@ -99,59 +124,97 @@ def _declare(
     action = named.get("action")
     switched = {"store_true": False, "store_false": True}.get(str(action))
     default = named.get("default", switched)
-    kind = named.get("type")
-    if (
-        isinstance(default, str)
-        and isinstance(kind, ImportedName)
-        and kind.dotted in ("int", "float")
-    ):
-        default = compute(FUNCTIONS[kind.dotted], default, otherwise=Unknown(name, Place()))
+    read_word = _find_reader(walk, named.get("type"), name, node)
+    if isinstance(default, str):
+        default = read_word(default)
+    missing = Unknown(f"args.{name}", place_of(node))
 
     def read(raw: Any) -> Any:
+        if switched is not None:
+            return not switched
         count = named.get("nargs")
+        if raw is True:
+            return named.get("const", missing)
+        if action in ("append", "extend", "count"):
+            return missing  # of several such words only the last is known here
         several = count not in (None, "?")
         words = [raw, *getattr(raw, "more", ())] if several else [raw]
         words = words[:count] if isinstance(count, int) else words
-        values = [_read_word(word, kind, switched, named.get("const")) for word in words]
+        values = [read_word(word) if isinstance(word, str) else word for word in words]
         return values if several else values[0]
 
     optional = action in ("BooleanOptionalAction", "argparse.BooleanOptionalAction") or (
         isinstance(action, ImportedName) and action.dotted.endswith("BooleanOptionalAction")
     )
+    declared = facts.setdefault("declared", {})
+    said_before = any(one.name == name for one in declared.values())
     for flag in flags:
-        facts.setdefault("declared", {})[flag] = _Declared(name, read)
+        declared[flag] = _Declared(name, read)
         if optional and (off := f"--no-{flag.lstrip('-')}") in walk.arguments:
             walk.used.add(off)
             default = False
-    given = next((flag for flag in flags if flag in walk.arguments), None)
+    given = next((flag for flag in reversed(list(walk.arguments)) if flag in flags), None)
+    places = facts.setdefault("places", {})
     if given is not None:
-        walk.used.add(given)
+        walk.used.update(flag for flag in flags if flag in walk.arguments)
+        place = list(walk.arguments).index(given)
+        if place < places.setdefault(name, place):
+            return
+        places[name] = place
         default = True if optional else read(walk.arguments[given])
+    elif said_before:  # --x and --no-x: the default is the first one's
+        return
     required = default is None and "default" not in named
     if required and (named.get("required") or not long.startswith("-")):
-        default = Unknown(f"args.{name}", Place())
+        default = missing
     defaults[name] = default
 
 
-def _read_word(raw: Any, kind: Any, switched: bool | None, const: Any) -> Any:
-    """What a word of the command line is for the script."""
-    if switched is not None:
-        return not switched
-    if raw is True and const is not None:
-        return const
-    types: Mapping[str, Callable[..., Any]] = {"int": int, "float": float, "str": str}
-    if isinstance(kind, ImportedName) and kind.dotted in types:
-        return compute(types[kind.dotted], raw, otherwise=Unknown(str(raw), Place()))
-    return str(raw) if isinstance(raw, str) else raw
+def _find_reader(walk: Expressions, kind: Any, name: str, node: ast.Call) -> Callable[[str], Any]:
+    """What ``type=`` makes of a word: a number, a text, what a function of the script returns."""
+    if kind is None:
+        return str
+    if isinstance(kind, Unknown) and isinstance(kind.of, ast.Lambda):
+        kind = function_of_lambda(kind.of, walk.module)
+    missing = Unknown(f"args.{name}", place_of(node))
+
+    def read(word: str) -> Any:
+        if isinstance(kind, ImportedName) and kind.dotted.endswith(_TRUTHS):
+            return read_truth(word, otherwise=missing)
+        made = kind(word) if callable(kind) else walk.call_value(kind, [str(word)], {}, node)
+        return made if is_plain(made) or isinstance(made, ScriptDict) else missing
+
+    return read
 
 
-def read_words(words: Sequence[str]) -> dict[str, Any]:
-    """The words of a command line: option -> the word after it, true where none follows."""
-    found: dict[str, Any] = {}
+_TRUTHS = ("strtobool", "string_to_bool", "str2bool", "str_to_bool")
+"""Functions of libraries that read yes and no."""
+
+
+def read_truth(word: str, *, otherwise: Any) -> Any:
+    """Yes or no as such functions read it."""
+    said = word.lower()
+    if said in ("yes", "true", "t", "y", "1", "on"):
+        return True
+    return False if said in ("no", "false", "f", "n", "0", "off") else otherwise
+
+
+class GivenWords(dict[str, Any]):
+    """Option -> the word after it; ``words`` are all of them, in their order."""
+
+    words: tuple[str, ...] = ()
+
+
+def read_words(words: Sequence[str]) -> GivenWords:
+    """The words of a command line: option -> the word after it, true where none follows; of an
+    option that is given twice the last counts, and stands last."""
+    found = GivenWords()
+    found.words = tuple(words)
     for i, word in enumerate(words):
         flag, equals, inline = word.partition("=")
         if not flag.startswith("-") or _is_number(flag):
             continue
+        found.pop(flag, None)
         behind = list(itertools.takewhile(_is_value, words[i + 1 :]))
         if equals:
             found[flag] = inline

@@ -8,7 +8,16 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from torsh_trainer.translate.python.arguments import call_parser, define_flag
+from torsh_trainer.translate.python.arguments import call_parser, define_flag, read_parameters
+from torsh_trainer.translate.python.click_options import read_options
+from torsh_trainer.translate.python.dataclass_arguments import (
+    METHODS,
+    PARSER,
+    call_dataclass_parser,
+    fill_dataclass,
+    is_dataclass,
+    make_parser,
+)
 from torsh_trainer.translate.python.events import (
     Around,
     Event,
@@ -110,6 +119,8 @@ class ScriptCalls(Expressions):
         if label in self.around.calls or len(self.around.calls) > _DEEPEST_CALLS:
             return nothing
         caller, self.module = self.module, function.module
+        if function.kind is None and not args:
+            named = read_options(self, function) | named
         arguments = dict(_bind_arguments(definition, args, named, self))
         frame, within = self.frame, self.within
         self.frame, self.within = self.enter(function, arguments, node), ()
@@ -149,9 +160,11 @@ class ScriptCalls(Expressions):
         """An object of a class of the script."""
         made = Thing("object", place_of(node), {"__class__": kind})
         kind.made.append(made)
-        if "__init__" in kind.methods:
-            start = Function(kind.methods["__init__"], kind.module, kind)
+        start = self.find_method(kind, "__init__")
+        if start is not None:
             self.call_function(start, [made, *args], named, node)
+        elif is_dataclass(self, kind):
+            fill_dataclass(self, made, args, named)
         return made
 
     def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
@@ -174,8 +187,15 @@ class ScriptCalls(Expressions):
         if dotted == "os.path.join" and args and all(isinstance(arg, str) for arg in args):
             return str(PurePosixPath(*args))
         last = dotted.rpartition(".")[2]
+        if last == PARSER:
+            return make_parser(self, args, named, node)
         if last == "ArgumentParser":
             return Thing("parser", place_of(node), {"defaults": {}})
+        if last == "Fire" and args and isinstance(args[0], Function):
+            named = read_parameters(self, args[0])
+            return self.call_function(args[0], [], named, node)
+        if dotted == "exec":
+            self.event("exec", node, {"written": write_expression(node)[:80]})
         if last.startswith("DEFINE_"):
             define_flag(self, args, named)
         return otherwise
@@ -194,10 +214,12 @@ class ScriptCalls(Expressions):
         if isinstance(owner, Module):
             return self.call_value(owner.scope.get(name, otherwise), args, named, node)
         if isinstance(owner, Thing):
-            if owner.kind == "object" and name in owner.facts["__class__"].methods:
-                kind: Kind = owner.facts["__class__"]
-                method = Function(kind.methods[name], kind.module, kind)
+            made_of = owner.facts.get("__class__")
+            method = self.find_method(made_of, name) if isinstance(made_of, Kind) else None
+            if method is not None:
                 return self.call_function(method, [owner, *args], named, node)
+            if owner.kind == "parser" and "dataclasses" in owner.facts and name in METHODS:
+                return call_dataclass_parser(self, owner, name, args, named, node)
             if owner.kind == "parser":
                 return call_parser(self, owner, name, args, named, node)
         return self.call_method(owner, name, args, named, node)

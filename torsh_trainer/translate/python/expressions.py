@@ -44,8 +44,29 @@ class Expressions(abc.ABC):
         """The value of a call."""
 
     @abc.abstractmethod
+    def name_script(self) -> str:
+        """The script as it was started."""
+
+    @abc.abstractmethod
+    def call_value(
+        self, target: Any, args: list[Any], named: dict[str, Any], node: ast.Call
+    ) -> Any:
+        """The value of a call of whatever stands for the function."""
+
+    @abc.abstractmethod
     def assign(self, target: ast.expr, value: Any, scope: Scope) -> None:
         """``target = value``."""
+
+    def find_method(self, kind: Kind, name: str) -> Function | None:
+        """A method of a class of the script, its own or that of a base in the script."""
+        if name in kind.methods:
+            return Function(kind.methods[name], kind.module, kind)
+        for node in kind.node.bases:
+            base = self.value(node, kind.module.scope)
+            found = self.find_method(base, name) if isinstance(base, Kind) else None
+            if found is not None:
+                return found
+        return None
 
     def value(self, node: ast.expr, scope: Scope) -> Any:
         if type(node) in self.stated and (text := write_expression(node)) in self.known:
@@ -170,6 +191,9 @@ class Expressions(abc.ABC):
         if isinstance(owner, ImportedName):
             if owner.dotted.endswith(FLAGS):
                 return self.flags.get(node.attr, self.unknown(node))
+            words = getattr(self.arguments, "words", None)
+            if words is not None and f"{owner.dotted}.{node.attr}" == "sys.argv":
+                return [self.name_script(), *words]
             return ImportedName(f"{owner.dotted}.{node.attr}")
         if isinstance(owner, str) and node.attr in ("parent", "name"):  # of a path
             return str(getattr(PurePosixPath(owner), node.attr))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torsh_trainer.translate.python.calls import by_name
-from torsh_trainer.translate.python.events import place_of
+from torsh_trainer.translate.python.events import Scope, place_of
 from torsh_trainer.translate.python.files import FileWalk
 from torsh_trainer.translate.python.values import Thing, Unknown, division_of, write_expression
 
@@ -67,6 +67,41 @@ OTHER_ADAM = (
 _RATES = re.compile(r"sched|cosine|warm|learning_rate|_lr$|LR$|^lr_", re.IGNORECASE)
 """What a function is called that makes or sets a rate, where it is handed an optimizer."""
 
+_HARMLESS_STEPS = re.compile(
+    r"sched|optim|^opt$|engine|model|scaler|prof|timer|bar$|env|meter|log|track|writer|agent|clock|"
+    r"progress|accelerator|monitor|wandb|watch",
+    re.IGNORECASE,
+)
+"""What is called so, and steps in a loop, is judged elsewhere or trains nothing."""
+
+_STEPS = ("step", "first_step", "second_step")
+_GRADIENT = re.compile(r"\.grad(\.data)?$")
+_KEEP_GRADIENT = ("zero_", "detach_", "requires_grad_", "record_stream_", "share_memory_")
+
+STEPS_BESIDE = (
+    "it steps beside the optimizer, and a preconditioner or its like changes gradients: write what "
+    "it does as an optimizer of your own (docs/optimization.md), or see that it changes nothing"
+)
+"""What is said of an object with a step of which reading knows nothing else."""
+
+RUNS_TEXT = (
+    "it runs text that is not read: what that sets may be another value than those here; state in "
+    "the recipe what differs"
+)
+"""What is said of ``exec``."""
+
+CHANGES_OPTION = (
+    "the script changes it while it trains: write it as an optimizer or callback of your own "
+    "(docs/optimization.md), or leave it out"
+)
+"""What is said of an option of the optimizer that is set in a loop."""
+
+CHANGES_GRADIENT = (
+    "gradients are changed by hand before the optimizer steps: write it as an optimizer of your "
+    "own (docs/optimization.md), or leave it out"
+)
+"""What is said where a script writes into gradients."""
+
 _NOT_OF_TORCH = ("correct_bias", "no_deprecation_warning")
 
 
@@ -109,18 +144,46 @@ class TorchWalk(FileWalk):
             for given in ("eps", "weight_decay")[: max(0, len(args) - 3)]:
                 named.pop(given, None)
             return self.optimizer("AdamW", args, named, node, of=dotted)
+        if last.endswith("_") and last not in _KEEP_GRADIENT:
+            self.mark_gradient(dotted.rpartition(".")[0], node)
+        if last in _STEPS and self.around.loops:
+            self.mark_step(dotted, dotted, node)
         if _RATES.search(last) and any(map(is_optimizer, (*args, *named.values()))):
             text = write_expression(node)
             self.event("scheduler.unknown", node, {"written": last, "made": text})
         return super().call_name(dotted, args, named, node)
 
+    def method(self, owner: Any, name: str, node: ast.Call, scope: Scope) -> Any:
+        if isinstance(owner, Unknown) and name.endswith("_") and name not in _KEEP_GRADIENT:
+            self.mark_gradient(owner.text, node)
+        return super().method(owner, name, node, scope)
+
+    def assign(self, target: ast.expr, value: Any, scope: Scope) -> None:
+        if isinstance(target, ast.Attribute) and value is not None:
+            self.mark_gradient(write_expression(target), target)
+        super().assign(target, value, scope)
+
+    def mark_gradient(self, written: str, node: ast.expr) -> None:
+        """Enters that a gradient is written to, where a loop does that."""
+        if self.around.loops and _GRADIENT.search(written):
+            self.event("gradient.changed", node, {"written": written})
+
     def step_stranger(self, owner: Unknown, node: ast.Call) -> None:
-        """A scheduler that is made where reading does not get to, by what it is called."""
+        """What steps, and is made where reading does not get to: a scheduler, by what it is called,
+        or something else beside the optimizer."""
         written = write_expression(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         if "sched" in written.lower():
             self.event(
                 "scheduler.unknown", node, {"written": f"{written}.step", "made": owner.text}
             )
+        else:
+            self.mark_step(write_expression(node.func), owner.text, node)
+
+    def mark_step(self, written: str, made: str, node: ast.Call) -> None:
+        """Enters a step of something beside the optimizer, unless it is called a harmless name."""
+        owner = re.sub(r"\(.*", "", written.rpartition(".")[0]).rpartition(".")[2]
+        if owner and not _HARMLESS_STEPS.search(owner):
+            self.event("step.unknown", node, {"written": written, "made": made})
 
     def optimizer(
         self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call, of: str = ""
@@ -137,7 +200,7 @@ class TorchWalk(FileWalk):
         if not isinstance(owner, Thing):
             if name == "backward":
                 self.event("backward", node, {"divided": division_of(owner)})
-            if name == "step" and self.around.loops and isinstance(owner, Unknown):
+            if name in _STEPS and self.around.loops and isinstance(owner, Unknown):
                 self.step_stranger(owner, node)
             return super().call_method(owner, name, args, named, node)
         if owner.kind == "scaler" and name == "scale" and args:

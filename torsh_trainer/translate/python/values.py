@@ -126,6 +126,13 @@ class Function:
         return self.node.name if self.kind is None else f"{self.kind.node.name}.{self.node.name}"
 
 
+def function_of_lambda(node: ast.Lambda, module: Module) -> Function:
+    """A lambda as a function that returns its expression."""
+    body = ast.copy_location(ast.Return(node.body), node)
+    made = ast.FunctionDef("<lambda>", node.args, [body], [], None, None)
+    return Function(ast.copy_location(made, node), module)
+
+
 PLAIN = (bool, int, float, str, type(None))
 _LONGEST = 10_000
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {

@@ -29,6 +29,7 @@ from torsh_trainer.translate.python.events import (
 )
 from torsh_trainer.translate.python.expressions import truth_of
 from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
+from torsh_trainer.translate.python.matching import chain_of_match
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -48,6 +49,9 @@ _MOST_STEPS = 20_000
 
 _MOST_ROUNDS = 16
 """A longer list is walked over once, with an item that is not known."""
+
+_OPTIONS = ("weight_decay", "momentum", "betas", "eps", "dampening")
+"""Options of an optimizer that a script may change while it trains."""
 
 FindFile = Callable[[str], "Path | None"]
 """The name of a file that the script opens -> where it is."""
@@ -127,7 +131,7 @@ class Walk(ScriptCalls):
 
     def statement(self, node: ast.stmt, scope: Scope, returned: Returned) -> bool:
         """Walks a statement, and keeps it; whether it surely leaves the block."""
-        if isinstance(node, ast.If | ast.Try | ast.While):
+        if isinstance(node, ast.If | ast.Match | ast.Try | ast.While):
             return self.follow(node, scope, returned)
         step = WalkedStep(node, self.steps, self.within)
         self.frame.steps.append(step)
@@ -159,6 +163,8 @@ class Walk(ScriptCalls):
                 self.value(node.value, scope)
             case ast.If():
                 return self.branch(node, scope, returned)
+            case ast.Match():
+                return self.statement(chain_of_match(node), scope, returned)
             case ast.For() | ast.AsyncFor() | ast.While():
                 self.loop(node, scope, returned)
             case ast.With() | ast.AsyncWith():
@@ -247,6 +253,9 @@ class Walk(ScriptCalls):
             self.frame, self.within = frame, within
         return self.modules[file]
 
+    def name_script(self) -> str:
+        return "train.py" if self.script is None else str(self.script)
+
     def name_file(self, file: str) -> dict[str, Any]:
         """``__file__`` of a module, which is named as seen from the script's folder."""
         if self.script is None:
@@ -281,6 +290,8 @@ class Walk(ScriptCalls):
                 owner = self.value(target.value, scope)
                 if key == "lr" and not isinstance(owner, dict):
                     self.event("param_group.lr", target, {"value": value})
+                elif key in _OPTIONS and not isinstance(owner, dict) and self.around.loops:
+                    self.event("param_group.option", target, {"name": key, "value": value})
                 if isinstance(owner, ScriptDict):
                     self.put(owner, key, value, target)
             case _:

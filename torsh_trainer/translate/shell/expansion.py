@@ -10,6 +10,7 @@ from typing import Any
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.shell.arithmetic import compute
 from torsh_trainer.translate.shell.grammar import parse, place_of, text_of_node
+from torsh_trainer.translate.shell.quoting import list_tokens
 from torsh_trainer.translate.shell.state import ShellState
 from torsh_trainer.translate.shell.words import (
     GPUS,
@@ -32,6 +33,7 @@ _EXPANSION = re.compile(
     r"\$\{(?P<sign>[#!]?)(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>(?:[^\[\]]|\[[^\]]*\])*)\])?(?P<rest>.*)\}",
     re.DOTALL,
 )
+_DEFAULT = re.compile(r"(?P<colon>:?)(?P<sign>[-=+?])(?P<word>.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))|\b([A-Za-z_]\w*)(\[[^\]]*\])?")
 _BRACES = re.compile(r"\{(?:(-?\d+)\.\.(-?\d+)|([^{}]*,[^{}]*))\}")
 _COUNTS_GPUS = re.compile(
@@ -77,13 +79,17 @@ class Expander:
         if text in ("$@", "${@}", "$*") and state.positional is not None:
             return list(state.positional)
         match = _EXPANSION.fullmatch(text)
-        if match is None or match["sign"] or match["rest"] or match["index"] not in ("@", "*"):
+        if match is None or match["sign"] or match["index"] not in ("@", "*"):
             return None
         items = state.arrays.get(match["name"])
+        if match["rest"]:  # a default, which counts where there are no items
+            items = items if re.match(r":?[-=?]", match["rest"]) else None
+            return list(items.values()) if items else None
         return None if items is None else list(items.values())
 
-    def pieces(self, node: Any, state: ShellState) -> Pieces:
-        """``node`` as texts, each with whether quotation marks protect it."""
+    def pieces(self, node: Any, state: ShellState, *, in_quotes: bool = False) -> Pieces:
+        """``node`` as texts, each with whether quotation marks protect it; ``in_quotes``: it stands
+        within some."""
         kind = node.type
         if kind == "string":
             return [(self.inside(node, state, start=1, end=1), True)]
@@ -96,11 +102,13 @@ class Expander:
         if kind in ("simple_expansion", "expansion"):
             # The grammar counts blanks before an expansion in a string as part of it.
             before, sign, name = text_of_node(node).partition("$")
-            value = (
-                self.variable(name, state) if kind[0] == "s" else self.expansion(sign + name, state)
-            )
             blanks = _SLASHED_IN_QUOTES.sub(lambda m: "" if m[1] == "\n" else m[1], before)
-            return [(merge_parts((blanks, *value)), False)]
+            value = (
+                [(self.variable(name, state), False)]
+                if kind[0] == "s"
+                else self.expand(sign + name, state, in_quotes=in_quotes)
+            )
+            return [((blanks,), False), *value] if blanks else value
         if kind == "command_substitution":
             return [(self.substitution(node, state), False)]
         if kind == "arithmetic_expansion":
@@ -127,7 +135,7 @@ class Expander:
             if not child.is_named or child.type in ("string_content", "heredoc_content", "ERROR"):
                 continue
             literal(child.start_byte - first)
-            for text, _ in self.pieces(child, state):
+            for text, _ in self.pieces(child, state, in_quotes=True):
                 parts.extend(text)
             at = child.end_byte - first
         literal(last)
@@ -146,14 +154,62 @@ class Expander:
             return (str(len(state.positional)),)
         name = state.name_argument(name)
         found = state.lookup(name)
+        if found is None and name in state.cleared:
+            return ()
         return found if found is not None else (Hole(name, f"${name}"),)
 
-    def expansion(self, text: str, state: ShellState) -> Text:
-        """The value of ``${...}``."""
+    def expand(self, text: str, state: ShellState, *, in_quotes: bool) -> Pieces:
+        """``${...}`` as texts; what stands there behind ``:-`` may have quotation marks."""
         match = _EXPANSION.fullmatch(text)
-        hole = (Hole(text, text),)
         if match is None:
-            return hole
+            return [((Hole(text, text),), False)]
+        default = None if match["sign"] else _DEFAULT.fullmatch(match["rest"])
+        if default is None:
+            return [(self.expansion(match, state), False)]
+        name, index = state.name_argument(match["name"]), match["index"]
+        value = self.value_at(name, index, state) if index is not None else self.value(name, state)
+        missing = value is None or (bool(default["colon"]) and value == ())
+        sign = default["sign"]
+        if sign == "+" and missing:
+            return [((), False)]
+        if sign != "+" and not missing:
+            assert value is not None
+            return [(value, False)]
+        if sign == "?":
+            return [((Hole(name, f"${name}"),), False)]
+        pieces = self.default_of(default["word"], state, in_quotes=in_quotes)
+        if sign == "=":
+            value = merge_parts(part for piece, _ in pieces for part in piece)
+            state.assign(name, value)
+            return [(value, False)]
+        return pieces
+
+    def default_of(self, raw: str, state: ShellState, *, in_quotes: bool) -> Pieces:
+        """What stands behind ``:-`` as texts, each with whether quotation marks protect it."""
+        try:
+            tokens = list(list_tokens(raw, in_quotes=in_quotes))
+        except ValueError:
+            return [((Hole(raw, raw),), False)]
+        if self.depth >= _DEEPEST:
+            return [((Hole(raw, raw),), False)]
+        found: Pieces = []
+        self.depth += 1
+        for token in tokens:
+            if not token.is_expansion:
+                found.append(((token.text,) if token.text else (), token.quoted))
+                continue
+            assigned = parse(f"v={token.text}").children[:1]
+            if not assigned or assigned[0].has_error or len(assigned[0].children) != 3:
+                found.append(((Hole(token.text, token.text),), token.quoted))
+                continue
+            inner = self.pieces(assigned[0].children[2], state, in_quotes=token.quoted)
+            found += [(text, quoted or token.quoted) for text, quoted in inner]
+        self.depth -= 1
+        return found
+
+    def expansion(self, match: re.Match[str], state: ShellState) -> Text:
+        """The value of ``${...}`` without a default."""
+        text, hole = match[0], (Hole(match[0], match[0]),)
         name, index, rest = state.name_argument(match["name"]), match["index"], match["rest"]
         if match["sign"] == "!":
             target = text_if_known(self.variable(name, state))
@@ -163,10 +219,6 @@ class Expander:
         value = self.value_at(name, index, state) if index is not None else self.value(name, state)
         if not rest:
             return value if value is not None else (self.hole_of_index(name, index, text, state),)
-        if rest[0] == ":" and rest[1:2] in ("-", "=", "+", "?"):
-            return self.with_default(name, value, rest[1], rest[2:], state, empty_too=True)
-        if rest[0] in "-=+?":
-            return self.with_default(name, value, rest[0], rest[1:], state, empty_too=False)
         known = None if value is None else text_if_known(value)
         if known is None:
             return (Hole(name, text),)
@@ -212,32 +264,9 @@ class Expander:
             items = state.arrays.get(name)
             holes = items is None or any(text_if_known(item) is None for item in items.values())
             return hole if items is None or holes else (str(len(items)),)
-        known = text_if_known(state.lookup(name) or hole)
+        value = state.lookup(name)
+        known = None if value is None else text_if_known(value)
         return hole if known is None else (str(len(known)),)
-
-    def with_default(
-        self,
-        name: str,
-        value: Text | None,
-        sign: str,
-        rest: str,
-        state: ShellState,
-        *,
-        empty_too: bool,
-    ) -> Text:
-        """``${name:-rest}`` and its like; nothing outside of the file sets a variable."""
-        missing = value is None or (empty_too and value == ())
-        if sign == "+":
-            return () if missing else self.template(rest, state)
-        if not missing:
-            assert value is not None
-            return value
-        if sign == "?":
-            return (Hole(name, f"${name}"),)
-        default = self.template(rest, state)
-        if sign == "=":
-            state.assign(name, default)
-        return default
 
     def template(self, raw: str, state: ShellState) -> Text:
         """Text that stands within ``${...}``, with expansions of its own."""

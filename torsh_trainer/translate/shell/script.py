@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
@@ -76,9 +77,15 @@ def commands(text: str, *, name: str, known: Mapping[str, str]) -> Iterator[Comm
 
 
 def read_script(
-    text: str, *, name: str, known: Mapping[str, str], open_text: OpenText | None = None
+    text: str,
+    *,
+    name: str,
+    known: Mapping[str, str],
+    open_text: OpenText | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> ShellScript:
-    """``text`` as commands; ``name`` is how the user calls it, ``known`` what the user states.
+    """``text`` as commands; ``name`` is how the user calls it, ``known`` what the user states,
+    ``environment`` what the shell would inherit, and the text may assign anew.
 
     ``open_text`` gives the text of a file that ``source`` names, by its name and the folder that
     the file has entered by then; without it none is read.
@@ -88,7 +95,12 @@ def read_script(
         ResourceError: what reads the syntax is not installed.
     """
     reader = _Reader(text, name, open_text=open_text)
-    reader.run(reader.root.children, ShellState(known=known))
+    state = ShellState(
+        known=known,
+        values={key: (value,) if value else () for key, value in environment.items()},
+        exported=dict.fromkeys(environment, Place(1, 1)),
+    )
+    reader.run(reader.root.children, state)
     return ShellScript(
         tuple(reader.commands), reader.files, tuple(reader.unset), dict(reader.sourced)
     )
@@ -217,7 +229,7 @@ class _Reader:
             state.positional = [merge_parts(_parts(word)) for word in words[2:]]
         elif head == "unset":
             for word in words[1:]:
-                state.values.pop(word.text, None)
+                state.clear(word.text)
         elif head == "let":
             for word in words[1:]:
                 if match := _ASSIGNMENT.fullmatch(word.text):
@@ -396,6 +408,15 @@ class _Reader:
             here = self.expander.place(node)
             state.exported |= {name: here for name in sorted(names) if name not in state.exported}
         self.keep((), variables, state)
+
+    def unset_variables(self, node: Any, state: ShellState) -> None:
+        """``unset NAME``, which the grammar tells from other commands."""
+        for child in node.children[1:]:
+            if child.type == "variable_name":
+                state.clear(text_of_node(child))
+            elif child.is_named:
+                for word in self.expander.words(child, state):
+                    state.clear(word.text)
 
     # -- branches and loops ----------------------------------------------------------------------
 
@@ -791,6 +812,7 @@ _STATEMENTS: Mapping[str, Callable[[_Reader, Any, ShellState], None]] = {
     "list": _Reader.chain,
     "redirected_statement": _Reader.redirect,
     "pipeline": _Reader.pipe,
+    "unset_command": _Reader.unset_variables,
     "test_command": lambda reader, node, state: None,
 }
 

@@ -31,6 +31,8 @@ class ShellState:
     rounds: tuple[tuple[str, str], ...] = ()
     around: tuple[Any, ...] = ()
     ended: str = ""
+    cleared: set[str] = field(default_factory=set)
+    """What ``unset`` has taken away, and nothing has set anew."""
 
     def fork(self, condition: str = "") -> ShellState:
         """A copy of its own; ``condition`` holds in it, where one is given."""
@@ -43,6 +45,7 @@ class ShellState:
             exported=dict(self.exported),
             positional=None if self.positional is None else list(self.positional),
             conditions=conditions,
+            cleared=set(self.cleared),
         )
 
     def lookup(self, name: str) -> Text | None:
@@ -74,6 +77,14 @@ class ShellState:
         if name not in self.known:
             self.arrays.pop(name, None)
             self.values[name] = text
+            self.cleared.discard(name)
+
+    def clear(self, name: str) -> None:
+        """``unset NAME``, unless the user states its value."""
+        if name not in self.known:
+            for held in (self.values, self.arrays, self.exported, self.functions):
+                held.pop(name, None)
+            self.cleared.add(name)
 
     def merge(self, states: Sequence[ShellState], cause: str = "") -> None:
         """Becomes what ``states``, of which one will hold, have in common; holes for the rest.
@@ -93,6 +104,7 @@ class ShellState:
                     self.arrays[name] = {"0": (Hole(name, f"${{{name}[@]}}"),)}
             self.functions |= state.functions
             self.exported |= state.exported
+        self.cleared = set.intersection(*(state.cleared for state in states))
         folders = {state.folder for state in states}
         self.folder = folders.pop() if len(folders) == 1 else self.folder
         self.positional, self.shifted = states[0].positional, states[0].shifted

@@ -17,7 +17,15 @@ from torsh_trainer.translate.outcomes import (
 )
 from torsh_trainer.translate.plan import Finding
 from torsh_trainer.translate.python.events import Event, ScriptReading
-from torsh_trainer.translate.python.torch_calls import OTHER_ADAM, PLAIN_SCHEDULES, name_positional
+from torsh_trainer.translate.python.torch_calls import (
+    CHANGES_GRADIENT,
+    CHANGES_OPTION,
+    OTHER_ADAM,
+    PLAIN_SCHEDULES,
+    RUNS_TEXT,
+    STEPS_BESIDE,
+    name_positional,
+)
 from torsh_trainer.translate.python.values import ImportedName, Thing, Unknown, is_number, is_plain
 
 _MESHES = "not in this release: it waits for meshes"
@@ -154,6 +162,14 @@ def _outcomes_of(
     elif what == "scheduler.unknown":
         why = f"its rate is a function of {event.facts['made']}"[:120]
         yield event.facts["written"], None, refuse(f"{why}; write it as a schedule")
+    elif what == "step.unknown":
+        yield event.facts["written"], None, refuse(STEPS_BESIDE)
+    elif what == "gradient.changed":
+        yield event.facts["written"], None, refuse(CHANGES_GRADIENT)
+    elif what == "exec":
+        yield event.facts["written"], None, refuse(RUNS_TEXT)
+    elif what == "param_group.option":
+        yield f"param_group.{event.facts['name']}", None, refuse(CHANGES_OPTION)
     elif what == "param_group.lr":
         yield what, None, refuse("the script sets the rate itself: write it as a schedule")
     elif what == "loop.range":
