@@ -75,7 +75,7 @@ class RoundTask(TinyTask):
 
 @contextlib.contextmanager
 def fp16_supported(supported: bool) -> Iterator[None]:
-    """DeepSpeed's answer for a CPU: most refuse fp16, where torch computes in it, and some do not."""
+    """DeepSpeed's answer for a CPU, which is that of the processor: most have no fp16."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-
 pytestmark = [
     pytest.mark.exhaustive,  # each command of a page, with what it prints
     pytest.mark.timeout(2000),  # the first test waits for all commands of the page
