@@ -224,6 +224,22 @@ def test_a_default_of_the_scripts_own_counts_where_the_line_says_nothing(tmp_pat
     assert f"train.py:{at}: the script computes learning_rate: state it in the line" in plan.notes
 
 
+@pytest.mark.parametrize(
+    ("classes", "said"),
+    [("TrainingArguments", "nothing was read but the defaults"), ("", "was not read")],
+)
+def test_a_note_says_whether_the_scripts_defaults_were_looked_at(
+    tmp_path, monkeypatch, classes, said
+):
+    monkeypatch.chdir(tmp_path)
+    parsed = f"HfArgumentParser({classes}).parse_args_into_dataclasses()\n" if classes else ""
+    Path("train.py").write_text(
+        f"from transformers import HfArgumentParser, Trainer, TrainingArguments\n{parsed}"
+    )
+    [plan] = LaunchTranslator().translate_jobs("", TranslationRequest(command=LINE))
+    assert [note for note in plan.notes if "the script itself" in note and said in note]
+
+
 def test_arguments_of_another_librarys_class_are_said_to_have_defaults_of_its_own(
     tmp_path, monkeypatch
 ):

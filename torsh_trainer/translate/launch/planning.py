@@ -157,7 +157,7 @@ def plan_job(
     job.arguments = (*defaults.said, *job.arguments)
     planning = _Planning(job, asked, document, script)
     planning.text, planning.script_text = text, _text_of_script(path)
-    planning.script_notes, planning.reads_defaults = defaults.notes, bool(defaults.said)
+    planning.script_notes, planning.reads_defaults = defaults.notes, defaults.was_read
     plan = planning.plan()
     used |= planning.used
     return plan

@@ -24,10 +24,14 @@ _OTHERS = (
 
 
 class ScriptDefaults(NamedTuple):
-    """Arguments that the script's own classes state, and what is to be told beside them."""
+    """Arguments that the script's own classes state, and what is to be told beside them.
+
+    ``was_read`` is whether such classes were found.
+    """
 
     said: tuple[StatedFlag, ...] = ()
     notes: tuple[str, ...] = ()
+    was_read: bool = False
 
 
 def read_script_defaults(job: LaunchJob, script: Path | None) -> ScriptDefaults:
@@ -45,7 +49,8 @@ def read_script_defaults(job: LaunchJob, script: Path | None) -> ScriptDefaults:
     given = {said.name for said in job.arguments}
     said: list[StatedFlag] = []
     notes: list[str] = []
-    for event in reading.all(DECLARED):
+    declared = reading.all(DECLARED)
+    for event in declared:
         notes += [_OTHERS.format(dotted) for dotted in event.facts["others"]]
         for field in event.facts["fields"]:
             if field.name in given or f"--{field.name}" not in trainer_arguments.TABLE:
@@ -55,7 +60,7 @@ def read_script_defaults(job: LaunchJob, script: Path | None) -> ScriptDefaults:
             elif field.is_own and field.default is not None:
                 where = f"{field.file or script.name}:{field.place.line}"
                 notes.append(f"{where}: the script computes {field.name}: state it in the line")
-    return ScriptDefaults(tuple(said), tuple(dict.fromkeys(notes)))
+    return ScriptDefaults(tuple(said), tuple(dict.fromkeys(notes)), was_read=bool(declared))
 
 
 def _flag_of(field: DataclassField, script: Path) -> StatedFlag:
