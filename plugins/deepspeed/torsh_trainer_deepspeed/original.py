@@ -37,7 +37,7 @@ from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.tasks.base import Task
 from torsh_trainer_deepspeed import library, needs, operators
 from torsh_trainer_deepspeed.engine import without_state
-from torsh_trainer_deepspeed.strategy import _In
+from torsh_trainer_deepspeed.strategy import CastInputs
 
 _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -69,7 +69,7 @@ class Original(Strategy):
         needs.check_fp16(values)
         low = next((name for name in _LOW if values.get(name, {}).get("enabled")), None)
         casts = bool(values.get("fp16", {}).get("auto_cast"))  # DeepSpeed does, of the inputs
-        module = model if low is None else _In(model, None if casts else _LOW[low])
+        module = model if low is None else CastInputs(model, None if casts else _LOW[low])
         if comm.device.type == "cpu":
             operators.compile_operators(["deepspeed_shm_comm", *_kernels(values)], comm)
         try:

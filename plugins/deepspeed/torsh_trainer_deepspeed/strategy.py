@@ -432,21 +432,29 @@ def _masters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-class _In(nn.Module):
-    """Casts the inputs of a module whose parameters are low, and its outputs to fp32.
+class CastInputs(nn.Module):
+    """Casts the inputs of a module whose parameters are low, and its outputs where asked to.
 
-    ``dtype`` None leaves the inputs as they are.
+    ``dtype`` None leaves the inputs as they are, ``outputs`` None the outputs.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype | None,
+        *,
+        outputs: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
         self.dtype = dtype
+        self.outputs = outputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.dtype is not None:
             args, kwargs = modules.cast_floats((args, kwargs), self.dtype)
-        return modules.cast_floats(self.module(*args, **kwargs), torch.float32)
+        given = self.module(*args, **kwargs)
+        return given if self.outputs is None else modules.cast_floats(given, self.outputs)
 
 
 class _Autocast(nn.Module):
@@ -467,7 +475,10 @@ def _computing(model: nn.Module, plan: ConfigPlan) -> nn.Module:
     """What DeepSpeed wraps, in the precision of the plan."""
     dtype = DTYPES[plan.precision.compute]
     if plan.half:
-        return modules.ComputeIn(model, dtype) if plan.stage == 0 else _In(model, dtype)
+        outputs = plan.precision.output_dtype
+        if plan.stage == 0:
+            return modules.ComputeIn(model, dtype, output_dtype=outputs)
+        return CastInputs(model, dtype, outputs=outputs)
     if plan.precision.autocast:
         device = next(model.parameters()).device.type
         return _Autocast(model, device, dtype)

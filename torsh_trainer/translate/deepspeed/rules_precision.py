@@ -48,7 +48,8 @@ def _half(source: Source, leaf: Leaf, dtype: str, *, share: float) -> Outcome:
         if job.stage(source) == 0:
             why += "; its stage 0 takes a phantom step at the start, which is left out"
         return Outcome("approximate", why, choices=choices)
-    values: dict[str, Any] = {"precision.rounded_start": True}
+    values: dict[str, Any] = {"precision.rounded_start": True, "precision.low_outputs": True}
+    why += ", and outputs stay in it"
     if job.stage(source) > 0:
         return Outcome("emulated", f"{why}; {_START}, and so do ours", choices, values)
     lr, doubt = job.phantom_lr(source, share=share)

@@ -36,7 +36,7 @@ def dtypes_of(
     return (
         DTypes("parameters", own, native[0]),
         DTypes("compute", computes, native[1]),
-        DTypes("outputs", *_outputs_of(precision, own)),
+        DTypes("outputs", *_outputs_of(precision, own, values)),
         DTypes("gradient communication", sent, reduce),
         DTypes("accumulation", adds, values.get("precision.gradients", "fp32")),
         DTypes("master", "fp32", "fp32"),
@@ -45,11 +45,11 @@ def dtypes_of(
     )
 
 
-def _outputs_of(precision: str, own: str) -> tuple[str, str]:
+def _outputs_of(precision: str, own: str, values: Mapping[str, Any]) -> tuple[str, str]:
     """What the model's outputs are in, from which a task computes its loss."""
     if precision == "autocast":
         return "as autocast leaves them", "as autocast leaves them"
-    if own == "fp32":
+    if own == "fp32" or values.get("precision.low_outputs"):
         return own, own
     return own, f"fp32; {own} by precision.low_outputs=true"
 
