@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 SMALL_BYTES = 64 * 1024
@@ -31,14 +30,16 @@ class PackedZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
             parameters = [p.data for one in groups for p in one["params"]]
             source = dist.get_global_rank(group, rank)
             for parts in _pack(parameters):
-                message = parts[0] if len(parts) == 1 else _flatten_dense_tensors(parts)
+                message = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
                 if len(parts) > 1:
                     arriving.append((message, parts))
                 works.append(dist.broadcast(message, src=source, group=group, async_op=True))
         for work in works:
             work.wait()
         for message, parts in arriving:
-            torch._foreach_copy_(parts, list(_unflatten_dense_tensors(message, parts)))
+            pieces = message.split([part.numel() for part in parts])
+            views = [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
+            torch._foreach_copy_(parts, views)
 
 
 def _pack(parameters: list[Tensor]) -> list[list[Tensor]]:

@@ -134,7 +134,8 @@ def test_its_losses_and_norms_are_the_engines_own(
     )
     assert len(original) == 24 // processes
     norms = [step.grad_norm for step in original]
-    assert all(norm is not None and norm > 0.2 for norm in norms)  # every step is clipped
+    # Every step is clipped; in fp32 DeepSpeed tells no norm at stage 0.
+    assert all(norm is None if not stage else norm > 0.2 for norm in norms)
     assert len({step.lr for step in original}) >= 4  # the schedule moves
     ours = train_translation(told, folder=tmp_path, env=os.environ)
     assert measure_difference(ours, original) < len(original) * BOUND
