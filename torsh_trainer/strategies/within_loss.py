@@ -71,6 +71,7 @@ _OF_A_TENSOR = (
     "__get__",
     "__set__",
     "requires_grad_",
+    "detach",  # what it gives is a shard again; FSDP2 does so with what it gathers
     "size",
     "dim",
     "numel",
