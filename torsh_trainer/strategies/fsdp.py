@@ -175,7 +175,7 @@ class FSDP(UnusedKnobs, Strategy):
 
     @property
     def _not_beside_cut_layers(self) -> Mapping[str, bool]:
-        knobs = ("cpu_offload", "find_unused_parameters", "gather_in_compute_dtype")
+        knobs = ("cpu_offload", "gather_in_compute_dtype")
         return {f"strategy.{knob}=true": getattr(self, knob) for knob in knobs}
 
     def _divide(self, job: Job, comm: Communicator, groups: Groups) -> Division:
@@ -402,6 +402,7 @@ class FSDPEngine(NativeEngine):
     def _end_step(self, outcome: StepOutcome) -> None:
         super()._end_step(outcome)
         self._sharded.let_go()
+        self._layers.end_step(self._trainable.named)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

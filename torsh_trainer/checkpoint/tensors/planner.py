@@ -116,9 +116,10 @@ class Planner(DefaultSavePlanner):
                 for box in boxes_of(leaf, name):
                     items.append(item := _write_item(name, box, shape, dtype))
                     self._boxes[item.index] = box
-            for part in rows[name]:
-                items.append(item := _write_item(name, part, leaf.shape, leaf.dtype))
-                self._rows[item.index] = part
+            else:
+                for part in rows[name]:
+                    items.append(item := _write_item(name, part, leaf.shape, leaf.dtype))
+                    self._rows[item.index] = part
         return SavePlan(items, planner_data=self.mappings)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -189,7 +190,7 @@ class Planner(DefaultSavePlanner):
             return piece(leaf, self._boxes[index])
         if index in self._rows:
             assert isinstance(leaf, DTensor)
-            return self._rows[index].of(leaf.detach().to_local())
+            return self._rows[index].of(leaf.to_local().detach())
         found = self.lookup_object(index)
         assert isinstance(found, Tensor)
         return found
@@ -204,9 +205,7 @@ def _outline(leaf: Leaf) -> tuple[Any, ...]:
     return (leaf.shape, leaf.dtype, leaf.device)
 
 
-def _write_item(
-    name: str, box: Box | Rows, shape: Sequence[int], dtype: torch.dtype
-) -> WriteItem:
+def _write_item(name: str, box: Box | Rows, shape: Sequence[int], dtype: torch.dtype) -> WriteItem:
     offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
     return WriteItem(
         MetadataIndex(name, offsets),

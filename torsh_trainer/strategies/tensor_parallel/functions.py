@@ -1,8 +1,8 @@
 """How an activation goes into a cut layer and comes out, with the gradient of one process.
 
-The pairs of Megatron-LM (Shoeybi et al. 2019, section 3): what is copied forward is summed backward,
-what is summed forward is copied backward. Gradients outside of cut layers are whole, and the same
-on all members.
+The pairs of Megatron-LM (Shoeybi et al. 2019, section 3): what is copied forward is summed
+backward, what is summed forward is copied backward. Gradients outside of cut layers are whole, and
+the same on all members.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from torsh_trainer.strategies.tensor_parallel.functions import (
 )
 from torsh_trainer.strategies.tensor_parallel.losses import sum_of_losses_of_parts
 from torsh_trainer.strategies.tensor_parallel.plan import Plan, Style
+from torsh_trainer.tasks.huggingface.hidden import sums_losses_of
 from torsh_trainer.tasks.models import TokenEmbedding
 
 CUT = "_torsh_cut_by"
@@ -112,9 +113,12 @@ def refuse_kinds(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _why_not(module: nn.Module, style: Style) -> str:
+def _why_not(module: Any, style: Style) -> str:
     if style.kind == "replicate":
         return ""
+    if sums_losses_of(module) and module.bias is None:
+        needs = "whose logits the loss needs: colwise_gather"
+        return "" if style.kind == "colwise_gather" else needs
     if "forward" in vars(module):
         return "whose forward something else has replaced (activation checkpointing of the layer)"
     if hasattr(module, "parametrizations"):
@@ -151,6 +155,8 @@ def _maker(module: nn.Module, style: Style) -> _Maker | None:
         return _replicate_sum
     if isinstance(module, TokenEmbedding):
         return _token_embedding
+    if sums_losses_of(module):
+        return _head
     if isinstance(module, nn.Embedding):
         return _words if style.kind == "rowwise" else _columns
     return _rowwise if style.kind == "rowwise" else _colwise
@@ -175,6 +181,19 @@ def _colwise(module: Any, name: str, style: Style, comm: Communicator) -> _Forwa
             return _gather(output, comm, parts)
         setattr(output, CUT, (name, parts, output.shape))
         return output
+
+    return forward
+
+
+def _head(module: Any, name: str, style: Style, comm: Communicator) -> _Forward:
+    """Of a language model of transformers that sums losses."""
+    give_logits = _colwise(module, name, style, comm)
+
+    def forward(input: Tensor, targets: Tensor | None = None) -> Tensor:
+        if targets is None:
+            return give_logits(input)
+        weight, words = local(module.weight), module.out_features
+        return sum_of_losses_of_parts(input, weight, targets, comm, words=words)
 
     return forward
 
@@ -271,4 +290,3 @@ def _replicate_sum(module: Any, name: str, style: Style, comm: Communicator) -> 
             module._parameters.update(own)
 
     return forward
-

@@ -76,7 +76,7 @@ class _SumOfLosses(torch.autograd.Function):
 
 
 def _turn_into_error(scores: Tensor, targets: Tensor, words: int, comm: Communicator) -> Tensor:
-    """The summed loss of a chunk; ``scores`` (rows, own words) become its gradient by the logits."""
+    """The summed loss of a chunk; ``scores``, (rows, own words), become its gradient by logits."""
     own = scores.shape[1]
     first = comm.rank * own
     scores[:, max(0, words - first) :] = -torch.inf

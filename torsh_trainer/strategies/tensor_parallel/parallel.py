@@ -11,10 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.compression.base import NoCompression
+from torsh_trainer.comm.model_check import check_alike
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.mesh import Groups
 from torsh_trainer.strategies.base import Job, Strategy
 from torsh_trainer.strategies.tensor_parallel import layers
+from torsh_trainer.strategies.tensor_parallel.agreeing import WholeAlike
 from torsh_trainer.strategies.tensor_parallel.cutting import Cutting
 from torsh_trainer.strategies.tensor_parallel.plan import (
     Plan,
@@ -46,6 +48,17 @@ class CutLayers:
     names: frozenset[str] = frozenset()
     counts: bool = True
     summary: str = ""
+    alike: WholeAlike | None = None
+
+    def end_step(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """After an optimizer step; ``parameters`` are all of the model, by name.
+
+        Raises:
+            TrainingError: see ``WholeAlike``.
+        """
+        if self.alike is not None:
+            whole = {name: p for name, p in parameters.items() if name not in self.names}
+            self.alike.check(whole)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Raises Unsupported where it cannot step parameters that are cut in two ways."""
@@ -60,7 +73,9 @@ class CutLayers:
             why, use = " with fused=true", "set optimizer.fused=false"
         else:
             return
-        raise Unsupported(f"mesh.tp cannot cut layers under optimizer {kind.__name__}{why}", fix=use)
+        raise Unsupported(
+            f"mesh.tp cannot cut layers under optimizer {kind.__name__}{why}", fix=use
+        )
 
 
 def cut_layers(
@@ -82,11 +97,8 @@ def cut_layers(
     """
     tp = groups.mesh.tp
     if tp == 1:
-        if table:
-            raise knobs.refuse(
-                "strategy.plan with mesh.tp=1, which cuts no layer", use="set mesh.tp=2 or more"
-            )
         return CutLayers(Cutting(model, {}, groups))
+    check_alike(model, groups.whole)
     plan = find_plan(model, job.task, table, groups.mesh)
     layers.refuse_kinds(model, plan)
     check_sizes(model, plan, tp=tp, dp_shard=groups.mesh.dp_shard)
@@ -103,13 +115,12 @@ def cut_layers(
         Cutting(model, cuts, groups),
         names,
         counts=groups.tensor.rank == 0,
+        alike=WholeAlike(groups.tensor),
         summary=_summarise(model, plan, cuts, tp),
     )
 
 
-def _summarise(
-    model: nn.Module, plan: Plan, cuts: Collection[nn.Parameter], tp: int
-) -> str:
+def _summarise(model: nn.Module, plan: Plan, cuts: Collection[nn.Parameter], tp: int) -> str:
     cut = sum(p.numel() for p in cuts)
     total = sum(p.numel() for p in model.parameters())
     whole = list(list_whole(model, plan))
@@ -130,8 +141,11 @@ def refuse_beside(job: Job, knobs: Strategy, asked: Mapping[str, bool]) -> None:
         **asked,
         f"compression={job.compression.name}": not isinstance(job.compression, NoCompression),
         "trainer.compile=true": job.compile is not None,
+        "a task that steps its optimizers itself": job.manual,
     }
     for option, on in options.items():
         if on:
             knob = option.partition("=")[0]
-            raise knobs.refuse(f"{option} beside mesh.tp", use=f"leave {knob} out, or set mesh.tp=1")
+            raise knobs.refuse(
+                f"{option} beside mesh.tp", use=f"leave {knob} out, or set mesh.tp=1"
+            )

@@ -20,9 +20,42 @@ from torsh_trainer.strategies.tensor_parallel.layers import CUT
 from torsh_trainer.strategies.writes import DUE_FORWARDS
 
 _ALONG_COLUMNS = frozenset(
-    "softmax log_softmax softmin mean sum norm vector_norm var std var_mean std_mean amax amin max "
-    "min argmax argmin logsumexp cumsum cumprod prod normalize glu chunk split tensor_split unbind "
-    "narrow select sort topk flip roll median".split()
+    (
+        "softmax",
+        "log_softmax",
+        "softmin",
+        "mean",
+        "sum",
+        "norm",
+        "vector_norm",
+        "var",
+        "std",
+        "var_mean",
+        "std_mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "argmax",
+        "argmin",
+        "logsumexp",
+        "cumsum",
+        "cumprod",
+        "prod",
+        "normalize",
+        "glu",
+        "chunk",
+        "split",
+        "tensor_split",
+        "unbind",
+        "narrow",
+        "select",
+        "sort",
+        "topk",
+        "flip",
+        "roll",
+        "median",
+    )
 )
 """Operations that may go along the columns of a part."""
 
@@ -136,7 +169,9 @@ def _goes_along_columns(what: str, dims: int, more: Any, kwargs: Any) -> bool:
         return False
     said = more[1:] if what in _SIZE_FIRST else more[:1] if what in _DIM_FIRST else more
     named = [kwargs[key] for key in ("dim", "axis", "dims") if kwargs.get(key) is not None]
-    along = [n for one in (*said, *named) for n in (one if isinstance(one, tuple | list) else [one])]
+    along = [
+        n for one in (*said, *named) for n in (one if isinstance(one, tuple | list) else [one])
+    ]
     along = [n for n in along if isinstance(n, int) and not isinstance(n, bool)]
     if not along:
         return what not in _FIRST_BY_DEFAULT
