@@ -11,10 +11,9 @@ from torsh_trainer.testing.tiny import TinyModelOptions
 # Below fp32 a layer that is cut by rows rounds the sums of both processes, and then their sum,
 # where one process rounds once: an output differs by at most 3 u of the sum of its terms' sizes.
 # Losses of the first step, exact elsewhere, differ as those of later ones may: by u. Gradients pass
-# six such sums, each with two roundings more than one process has: by 12 u where they are held so
-# low.
+# six such sums, each with two roundings more than one process has: by 12 u.
 LOW = {
-    "bf16-mixed": BF16._replace(first=UB16),
+    "bf16-mixed": BF16._replace(first=UB16, parameters=12 * UB16),
     "bf16-true": BF16._replace(first=UB16, parameters=12 * UB16),
     "fp16-mixed": FP16._replace(first=U16),
 }

@@ -39,6 +39,7 @@ from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.parallel import Parallel
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.strategies.tensor_parallel import layers
+from torsh_trainer.strategies.tensor_parallel.agreeing import WholeAlike
 from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.tasks.models import GPT, MLP
 from torsh_trainer.testing.compare import U32
@@ -340,16 +341,24 @@ def moved_by(task: Task, wrong: Callable[[], None] | None, strategy: Strategy = 
     )
 
 
+def _blind() -> None:
+    """Nobody looks whether whole parameters are still the same, which would find it out, too."""
+    WholeAlike.check = lambda self, parameters: None  # type: ignore[assignment,method-assign]
+
+
 def _lose_a_sum() -> None:
+    _blind()
     layers.sum_of_parts = lambda tensor, comm: tensor  # type: ignore[assignment]
 
 
 def _average_a_sum() -> None:
+    _blind()
     right = layers.sum_of_parts
     layers.sum_of_parts = lambda tensor, comm: right(tensor, comm) / comm.size  # type: ignore[assignment]
 
 
 def _lose_a_sum_of_gradients() -> None:
+    _blind()
     layers.copy_to_parts = lambda tensor, comm: tensor  # type: ignore[assignment]
 
 

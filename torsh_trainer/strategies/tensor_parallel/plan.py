@@ -233,9 +233,11 @@ def _check_divides(
         below = size // step * step
         near = " or ".join(str(n) for n in (below, below + step) if n)
         of_parts = f" in {times} parts" if times > 1 else ""
+        verb = "are" if " or " in near else "is"
         raise ConfigError(
             f"mesh.{axis}={by} does not divide the {size} {what} of {name!r}{of_parts}",
-            fix=f"the nearest that it divides are {near}; or leave {name!r} out of the plan",
+            fix=f"the nearest that it divides {verb} {near}; or give mesh.{axis} another size, or "
+            "cut other layers by strategy.plan",
             size=size,
         )
 
