@@ -37,7 +37,7 @@ from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.checkpoint.tensors.flat import Box, boxes_of, piece
 from torsh_trainer.checkpoint.tensors.hashes import sums_of
-from torsh_trainer.checkpoint.tensors.rows import Rows, scattered_rows
+from torsh_trainer.checkpoint.tensors.rows import RowBox, find_scattered_rows
 from torsh_trainer.checkpoint.tensors.staging import Staging
 from torsh_trainer.errors import TrainingError
 
@@ -68,7 +68,7 @@ class Planner(DefaultSavePlanner):
         self._outline: list[tuple[Any, ...]] = []
         self._agreed = False
         self._boxes: dict[MetadataIndex, Box] = {}
-        self._rows: dict[MetadataIndex, Rows] = {}
+        self._rows: dict[MetadataIndex, RowBox] = {}
         self._copies: dict[MetadataIndex, Tensor] = {}
 
     @property
@@ -100,7 +100,7 @@ class Planner(DefaultSavePlanner):
         return True
 
     def create_local_plan(self) -> SavePlan:
-        rows = {name: scattered_rows(leaf) for name, leaf in self.state_dict.items()}
+        rows = {name: find_scattered_rows(leaf) for name, leaf in self.state_dict.items()}
         whole = {
             name: leaf
             for name, leaf in self.state_dict.items()
@@ -205,7 +205,9 @@ def _outline(leaf: Leaf) -> tuple[Any, ...]:
     return (leaf.shape, leaf.dtype, leaf.device)
 
 
-def _write_item(name: str, box: Box | Rows, shape: Sequence[int], dtype: torch.dtype) -> WriteItem:
+def _write_item(
+    name: str, box: Box | RowBox, shape: Sequence[int], dtype: torch.dtype
+) -> WriteItem:
     offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
     return WriteItem(
         MetadataIndex(name, offsets),

@@ -31,7 +31,7 @@ from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.checkpoint.tensors.flat import Box, boxes_of, piece
 from torsh_trainer.checkpoint.tensors.header import NoTensorError, read_header
-from torsh_trainer.checkpoint.tensors.rows import Rows, scattered_rows
+from torsh_trainer.checkpoint.tensors.rows import RowBox, find_scattered_rows
 from torsh_trainer.errors import ResourceError
 
 
@@ -74,7 +74,7 @@ def plan_reads(metadata: Metadata, into: Mapping[Key, Leaf]) -> list[Wanted]:
 
 
 def _pieces(name: str, leaf: Leaf, metadata: Metadata) -> Iterator[Wanted]:
-    boxed = _boxed(name, leaf)
+    boxed = _find_boxes(name, leaf)
     if boxed is None:
         for item in create_default_local_load_plan({name: leaf}, metadata).items:
             target = find_state_dict_object({name: leaf}, item.dest_index)
@@ -88,11 +88,11 @@ def _pieces(name: str, leaf: Leaf, metadata: Metadata) -> Iterator[Wanted]:
             yield Wanted(item, _narrow(target, item.dest_offsets, item.lengths))
 
 
-def _boxed(name: str, leaf: Leaf) -> list[tuple[Box | Rows, Tensor]] | None:
+def _find_boxes(name: str, leaf: Leaf) -> list[tuple[Box | RowBox, Tensor]] | None:
     """The boxes that this rank holds of a tensor, each with its memory; None where DCP knows."""
     if isinstance(leaf, FlatShard):
         return [(box, piece(leaf, box)) for box in boxes_of(leaf, name)]
-    rows = scattered_rows(leaf)
+    rows = find_scattered_rows(leaf)
     return [(part, part.of(_local(leaf.detach()))) for part in rows] or None
 
 

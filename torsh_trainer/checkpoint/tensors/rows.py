@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
-class Rows(NamedTuple):
+class RowBox(NamedTuple):
     """A box of the whole tensor, and where it begins in what this process holds."""
 
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
         return local
 
 
-def scattered_rows(leaf: object) -> list[Rows]:
+def find_scattered_rows(leaf: object) -> list[RowBox]:
     """The boxes that this process holds of ``leaf``, where they are several; else none."""
     if not isinstance(leaf, DTensor):
         return []
@@ -37,7 +37,7 @@ def scattered_rows(leaf: object) -> list[Rows]:
         return []
     runs = [_runs_of(leaf, dim) for dim in range(leaf.dim())]
     found = [
-        Rows(*(tuple(run[i] for run in chosen) for i in (0, 1, 2)))
+        RowBox(*(tuple(run[i] for run in chosen) for i in (0, 1, 2)))
         for chosen in itertools.product(*runs)
     ]
     return found if len(found) > 1 else []

@@ -23,7 +23,7 @@ from torsh_trainer.strategies.tensor_parallel.functions import (
     sum_of_parts,
 )
 from torsh_trainer.strategies.tensor_parallel.losses import sum_of_losses_of_parts
-from torsh_trainer.strategies.tensor_parallel.plan import Plan, Style
+from torsh_trainer.strategies.tensor_parallel.plan import ParallelPlan, Style
 from torsh_trainer.tasks.huggingface.hidden import sums_losses_of
 from torsh_trainer.tasks.models import TokenEmbedding
 
@@ -53,7 +53,7 @@ def cuts_of(module: nn.Module, style: Style) -> dict[str, Cut]:
     return cuts
 
 
-def find_cuts(model: nn.Module, plan: Plan) -> dict[nn.Parameter, Cut]:
+def find_cuts(model: nn.Module, plan: ParallelPlan) -> dict[nn.Parameter, Cut]:
     """How the parameters of ``model`` are cut; those that are not named stay whole.
 
     Raises:
@@ -88,7 +88,7 @@ def _describe(cut: Cut | None) -> str:
     return "not at all" if cut is None else f"along dimension {cut.dim}"
 
 
-def replace_forwards(model: nn.Module, plan: Plan, comm: Communicator) -> None:
+def replace_forwards(model: nn.Module, plan: ParallelPlan, comm: Communicator) -> None:
     """Has every module of ``plan`` compute on its part, once its parameters are cut."""
     for name, style in plan.styles.items():
         module: Any = model.get_submodule(name)
@@ -97,7 +97,7 @@ def replace_forwards(model: nn.Module, plan: Plan, comm: Communicator) -> None:
             module.forward = make(module, name, style, comm)
 
 
-def refuse_kinds(model: nn.Module, plan: Plan) -> None:
+def refuse_kinds(model: nn.Module, plan: ParallelPlan) -> None:
     """Makes sure that all modules of ``plan`` are of kinds that can be cut.
 
     Raises:

@@ -19,7 +19,7 @@ from torsh_trainer.strategies.tensor_parallel import layers
 from torsh_trainer.strategies.tensor_parallel.agreeing import WholeAlike
 from torsh_trainer.strategies.tensor_parallel.cutting import Cutting
 from torsh_trainer.strategies.tensor_parallel.plan import (
-    Plan,
+    ParallelPlan,
     check_sizes,
     find_plan,
     list_whole,
@@ -120,7 +120,9 @@ def cut_layers(
     )
 
 
-def _summarise(model: nn.Module, plan: Plan, cuts: Collection[nn.Parameter], tp: int) -> str:
+def _summarise(
+    model: nn.Module, plan: ParallelPlan, cuts: Collection[nn.Parameter], tp: int
+) -> str:
     cut = sum(p.numel() for p in cuts)
     total = sum(p.numel() for p in model.parameters())
     whole = list(list_whole(model, plan))

@@ -83,7 +83,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelPlan:
     """Styles by module name; ``source`` says whose plan it is."""
 
     styles: Mapping[str, Style]
@@ -99,7 +99,7 @@ class Plan:
         return f"{said} ({self.source})"
 
 
-def find_plan(model: nn.Module, task: Task, table: Mapping[str, Any], mesh: Mesh) -> Plan:
+def find_plan(model: nn.Module, task: Task, table: Mapping[str, Any], mesh: Mesh) -> ParallelPlan:
     """The plan of the task, of ``table`` (``strategy.plan``), or of the model: the first there is.
 
     Raises:
@@ -129,7 +129,7 @@ def find_plan(model: nn.Module, task: Task, table: Mapping[str, Any], mesh: Mesh
             f"the plan ({source}) cuts nothing, and mesh.tp={mesh.tp} processes would do the same",
             fix="name layers as colwise and rowwise, or set mesh.tp=1",
         )
-    return Plan(styles, source)
+    return ParallelPlan(styles, source)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -187,7 +187,7 @@ def _plan_of_transformers(model: nn.Module) -> dict[str, Any]:
     return plan
 
 
-def check_sizes(model: nn.Module, plan: Plan, *, tp: int, dp_shard: int) -> None:
+def check_sizes(model: nn.Module, plan: ParallelPlan, *, tp: int, dp_shard: int) -> None:
     """Makes sure that every layer of ``plan`` can be cut so.
 
     Raises:
@@ -242,7 +242,7 @@ def _check_divides(
         )
 
 
-def list_whole(model: nn.Module, plan: Plan) -> Iterable[str]:
+def list_whole(model: nn.Module, plan: ParallelPlan) -> Iterable[str]:
     """Names of the modules whose own parameters stay whole."""
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))

@@ -112,9 +112,9 @@ class _Follow(TorchFunctionMode):
         _refuse_own_parameters(name, what, given)
         if part.shape == shape and parts == 1:
             _refuse_along_columns(name, what, part, args[1:], kwargs)
-        before = self._drawn()
+        before = self._list_states()
         found = func(*args, **kwargs)
-        if any(not torch.equal(b, now) for b, now in zip(before, self._drawn(), strict=True)):
+        if any(not torch.equal(b, now) for b, now in zip(before, self._list_states(), strict=True)):
             raise Unsupported(
                 f"mesh.tp: {what} draws random numbers on a part of the output of {name!r}, where "
                 "one process would draw for all of it",
@@ -124,7 +124,7 @@ class _Follow(TorchFunctionMode):
             setattr(tensor, CUT, (name, parts, shape if tensor.shape == shape else None))
         return found
 
-    def _drawn(self) -> list[Tensor]:
+    def _list_states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
 
