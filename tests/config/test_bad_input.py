@@ -16,7 +16,10 @@ BAD = [
     ([QUICK, "strategy=dpp"], ["unknown strategy 'dpp'", "'ddp'"]),
     (
         [QUICK, "strategy=zzzz"],
-        ["unknown strategy", "auto, ddp, deepspeed, dp, fsdp, gloo, horovod, mpi, nccl, parallel, single"],
+        [
+            "unknown strategy",
+            "auto, ddp, deepspeed, dp, fsdp, gloo, horovod, mpi, nccl, parallel, single",
+        ],
     ),
     ([QUICK, "precision=fp8"], ["unknown precision 'fp8'", "bf16_mixed, bf16_true, fp16_mixed"]),
     ([QUICK, "stratgy=ddp"], ["there is no group or setting 'stratgy'", "'strategy'"]),

@@ -93,6 +93,9 @@ class Words(Task):
     def targets(self, batch: Any) -> Tensor:
         return batch[0][:, 1:].clamp(max=WORDS - 2)
 
+    def predict(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0][:, :-1].clamp(max=WORDS - 2))
+
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         targets = self.targets(batch)
         if outputs.dim() == 0:
@@ -133,12 +136,13 @@ class Kind:
     optimizer: OptimizerSpec
     clip: float | None = None
     chunked: bool = False
+    dropout: float = 0.0
     relative: float = 64 * U32
     parameters: float = 128 * U32
 
     @property
     def task(self) -> Words:
-        return Words(self.optimizer, chunked=self.chunked)
+        return Words(self.optimizer, chunked=self.chunked, dropout=self.dropout)
 
 
 # Sums over the width, over words and over samples in another order: each at most (n - 1) u of the
@@ -184,6 +188,7 @@ def plain(kind: Kind) -> Outcome:
         if step % 2 == 0:
             with torch.no_grad():
                 batch = (TOKENS[:5],)
+                outcome.predictions = task.predict(model, batch)
                 outcome.metrics[step] = task.loss(task.forward(model, batch), batch).item()
     outcome.parameters = {name: p.detach() for name, p in model.state_dict().items()}
     return outcome
@@ -204,8 +209,9 @@ def live(
     strategy, mesh = divide(comm.world, made.strategy, made.mesh)
     if not strategy.needs_process_group(comm.world):
         comm = LocalCommunicator(comm.device)
-    saves = CheckpointOptions(dir=str(folder / "saved"), check_loaded=True)
-    made = replace(made, callbacks=(numbers,), checkpoint=saves, stages=("fit",), max_steps=until)
+    saves = CheckpointOptions(dir=str(folder / "saved"), check_loaded=True, mode="async")
+    made = replace(made, callbacks=(numbers,), checkpoint=saves, stages=("fit", "predict"))
+    made = replace(made, max_steps=until)
     parts = RunParts(made, comm.world, comm, mesh, strategy, folder)
     run = RankRun(parts, began=time.perf_counter())
     try:
@@ -214,7 +220,8 @@ def live(
     finally:
         run.close()
     comm.barrier()
-    return Outcome(numbers.losses, numbers.norms, numbers.metrics, state["model"], torch.empty(0))
+    outputs = torch.load(folder / "predictions.pt")
+    return Outcome(numbers.losses, numbers.norms, numbers.metrics, state["model"], outputs)
 
 
 def check(outcome: Outcome, kind: Kind, *, first: int = 1) -> None:
@@ -230,6 +237,8 @@ def check(outcome: Outcome, kind: Kind, *, first: int = 1) -> None:
     for name, value in expected.parameters.items():
         away = float((outcome.parameters[name] - value).abs().max() / value.abs().max())
         assert away <= kind.parameters, f"parameters: {name} by {away / U32:.1f} u"
+    bound = 4 * kind.parameters * float(expected.predictions.abs().max())
+    torch.testing.assert_close(outcome.predictions, expected.predictions, rtol=0, atol=bound)
 
 
 @pytest.mark.matrix(5)
@@ -275,6 +284,45 @@ def test_a_run_that_goes_on_there_has_the_bits_of_one_that_never_stopped(tmp_pat
         assert resumed.losses == {step: through.losses[step] for step in (3, 4)}
         for name, value in through.parameters.items():
             assert torch.equal(resumed.parameters[name], value), name
+
+
+def test_a_dropout_outside_of_cut_layers_draws_by_sample_what_one_process_draws(
+    tmp_path: Path,
+) -> None:
+    kind = replace(SGD, dropout=0.4)
+    (one,) = shared_pool(1).run(live, trainer(kind, Single()), tmp_path / "one")
+    made = trainer(kind, Parallel(), MeshOptions(tp=2))
+    for ours in shared_pool(4).run(live, made, tmp_path / "mesh"):
+        for step, loss in one.losses.items():
+            assert abs(ours.losses[step] - loss) / loss <= kind.relative, f"step {step}"
+    undropped = plain(SGD).losses
+    assert abs(undropped[1] - one.losses[1]) / one.losses[1] > 1e-3, "nothing was dropped"
+
+
+def elements(comm: Communicator) -> tuple[int, int]:
+    """How many elements of cut parameters this process holds, and of whole ones."""
+    task = SGD.task
+    strategy, mesh = divide(comm.world, Parallel(wrap_min_bytes=0), MeshOptions(tp=2))
+    groups = Groups(mesh, comm)
+    batch = BatchPlan(4 * mesh.dp, 4, 1, mesh.dp)
+    job = Job(task=task, build_model=task.build_model, batch=batch, groups=groups)
+    engine: Any = strategy.prepare(job, groups.data)
+    held = {name: p.to_local().numel() for name, p in engine.model.named_parameters()}
+    cut = sum(count for name, count in held.items() if name in engine._layers.names)
+    engine.close()
+    groups.close()
+    return cut, sum(held.values()) - cut
+
+
+def test_a_process_holds_its_part_of_both_meshes() -> None:
+    model = SGD.task.build_model()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    whole = ("norm", "positions", "attention_out.bias", "mlp_out.bias", "qkv.bias")
+    rest = sum(size for name, size in sizes.items() if any(word in name for word in whole))
+    cut, uncut = zip(*shared_pool(4).run(elements), strict=True)
+    assert sum(cut) == sum(sizes.values()) - rest
+    assert max(cut) <= 1.05 * sum(cut) / 4
+    assert sum(uncut) == 2 * rest, "what is whole on two processes is cut over the other two"
 
 
 # -- one step of an engine -------------------------------------------------------------------------

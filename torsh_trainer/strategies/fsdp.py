@@ -144,7 +144,10 @@ class FSDP(UnusedKnobs, Strategy):
         with DeferredInit() as init:
             cut = self._divide(job, comm, groups)
             init.leave(cut.model)
-        layout = [cut.layers.summary, units_in_words(cut.units, cut.rest), init.summary]
+        units = units_in_words(cut.units, cut.rest)
+        if cut.layers.names:
+            units += " (before layers are cut)"
+        layout = [cut.layers.summary, units, init.summary]
         sharding.shard(
             cut.rest,
             cut.units,
