@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.parallel import Parallel
 from torsh_trainer.testing.compare import BF16, FP16, U16, UB16
@@ -19,10 +21,23 @@ LOW = {
 }
 
 
+OF_A_VARIANT = (
+    "test_three_steps_of_sgd_equal_plain_pytorch",
+    "test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch",
+)
+"""Its rules that are not for ``make test-all`` alone."""
+
+
 class OverTwo(StrategyContract):
     tensor_parallel = 2
     tolerances = LOW
     for_branches = Parallel(find_unused_parameters=True)
+
+    @classmethod
+    def is_exhaustive(cls, rule: Callable[..., None], world_size: int) -> bool:
+        return super().is_exhaustive(rule, world_size) or (
+            cls.variant and rule.__name__ not in OF_A_VARIANT
+        )
 
 
 class TestTensorParallel(OverTwo):
