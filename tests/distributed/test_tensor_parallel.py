@@ -241,7 +241,7 @@ def check(outcome: Outcome, kind: Kind, *, first: int = 1) -> None:
     torch.testing.assert_close(outcome.predictions, expected.predictions, rtol=0, atol=bound)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", [SGD, CLIPPED, ADAMW], ids=["sgd", "clipped-chunked", "adamw"])
 @pytest.mark.parametrize("place", MESHES.values(), ids=MESHES)
 def test_a_run_equals_a_plain_loop(
