@@ -16,7 +16,10 @@ BAD = [
     ([QUICK, "strategy=dpp"], ["unknown strategy 'dpp'", "'ddp'"]),
     (
         [QUICK, "strategy=zzzz"],
-        ["unknown strategy", "auto, ddp, deepspeed, dp, fsdp, gloo, horovod, mpi, nccl, single"],
+        [
+            "unknown strategy",
+            "auto, ddp, deepspeed, dp, fsdp, gloo, horovod, mpi, nccl, parallel, single",
+        ],
     ),
     ([QUICK, "precision=fp8"], ["unknown precision 'fp8'", "bf16_mixed, bf16_true, fp16_mixed"]),
     ([QUICK, "stratgy=ddp"], ["there is no group or setting 'stratgy'", "'strategy'"]),
@@ -72,7 +75,7 @@ BAD = [
     ([QUICK, "callbacks.early_stopping.min_delta=.nan"], ["callbacks.early_stopping.min_delta"]),
     ([QUICK, "callbacks.profiler.rows=0"], ["callbacks.profiler.rows=0", "1 or more"]),
     ([QUICK, "logger.csv.filename=../x.csv"], ["logger.csv.filename"]),
-    ([QUICK, "mesh.tp=2"], ["mesh.tp=2: nothing divides parts of a layer", "mesh.dp_shard"]),
+    ([QUICK, "mesh.tp=2"], ["mesh: tp=2 does not divide the 1 processes"]),
     ([QUICK, "mesh.pp=-1"], ["mesh.pp=-1", "set mesh.pp=1"]),
     ([QUICK, "mesh.dp_shard=0"], ["mesh.dp_shard=0 is not a number of processes", "-1"]),
     ([QUICK, "mesh={dp_shard: -1, dp_replicate: -1}"], ["are both -1"]),

@@ -163,7 +163,9 @@ def test_processes_with_the_same_samples_share_a_place_among_the_data() -> None:
         (FSDP(), {"dp_shard": 0}, 8, "mesh.dp_shard=0 is not a number of processes"),
         (FSDP(shard_size=4), {"dp_shard": 2}, 8, "strategy.shard_size=4, and the mesh has"),
         (DDP(), {"dp_shard": 2}, 8, "strategy=ddp cannot honour mesh.dp_shard=2"),
-        (DDP(), {"tp": 2}, 8, "mesh.tp=2: nothing divides parts of a layer"),
+        (DDP(), {"tp": 2}, 8, "strategy=ddp cannot honour mesh.tp=2"),
+        (FSDP(), {"tp": -1}, 8, "mesh.tp=-1 leaves to the number of processes how layers are cut"),
+        (FSDP(), {"tp": 3}, 8, "mesh: tp=3 does not divide the 8 processes"),
         (DDP(), {"pp": -1}, 8, "mesh.pp=-1"),
         (FSDP(), {"cp": 2}, 8, "mesh.cp=2"),
         (FSDP(), {"ep": 2}, 8, "mesh.ep=2"),
@@ -177,7 +179,7 @@ def test_a_mesh_that_does_not_fit_is_one_sentence(
     assert words in str(caught.value)
 
 
-KEEP_APART = {"ddp", "fsdp", "gloo", "mpi", "nccl"}
+KEEP_APART = {"ddp", "fsdp", "gloo", "mpi", "nccl", "parallel"}
 """Strategies that the contract on data 2 x model 2 holds (nccl's engine is gloo's)."""
 
 

@@ -25,7 +25,7 @@ class Groups:
         self.whole = comm
         self._made: dict[tuple[int, ...], Communicator] = {}
         if not self.mesh.sees_other_samples:
-            for meaning in ("data", "loss", "model"):  # in one order on all processes
+            for meaning in _MADE_AT_ONCE:  # in one order on all processes
                 self.group(meaning)
 
     def group(self, meaning: Meaning) -> Communicator:
@@ -57,6 +57,11 @@ class Groups:
         """Processes that have the same samples."""
         return self.group("model")
 
+    @property
+    def tensor(self) -> Communicator:
+        """Processes that have parts of one layer."""
+        return self.group("tensor")
+
     def close(self) -> None:
         """Lets go of the groups that were made here."""
         for comm in self._made.values():
@@ -64,7 +69,7 @@ class Groups:
         self._made.clear()
 
     def _make(self, meaning: Meaning, ranks: tuple[int, ...]) -> Communicator:
-        if meaning in ("norm", "model") and math.prod(self._sizes(meaning)) == 1:
+        if meaning in _MAY_BE_ALONE and math.prod(self._sizes(meaning)) == 1:
             return LocalCommunicator(self.whole.device)
         if meaning == "norm" and self.mesh.dp_shard == len(ranks):
             return self.whole.part_of(self.data_mesh.get_group("dp_shard"))  # FSDP2's own
@@ -96,3 +101,13 @@ class Groups:
         whole = self.device_mesh
         names = tuple(n for n in ("dp_replicate", "dp_shard") if n in whole.mesh_dim_names)
         return whole if names == whole.mesh_dim_names else whole[names]
+
+    @property
+    def tensor_mesh(self) -> Any:
+        """torch's mesh over which layers are cut, where ``tp`` is above 1; collective at first."""
+        return self.device_mesh["tp"]
+
+
+_MADE_AT_ONCE: tuple[Meaning, ...] = ("data", "loss", "model", "tensor")
+_MAY_BE_ALONE: tuple[Meaning, ...] = ("norm", "model", "tensor")
+"""Of which a process may be the only one: it needs no group of its own then."""

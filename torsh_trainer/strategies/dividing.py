@@ -26,10 +26,14 @@ def divide(world: World, strategy: Strategy, options: MeshOptions) -> tuple[Stra
         if axis not in strategy.model_axes:
             raise strategy.refuse(
                 f"mesh.{axis}={size}: it takes every process for one with samples of its own",
-                use="use strategy=ddp or strategy=fsdp",
+                use=f"use strategy={_WHO_CAN.get(axis, 'ddp or strategy=fsdp')}",
             )
     outline = options.mesh(dp_replicate=dp, rank=world.rank)
     data = strategy.mesh(replace(world, rank=outline.dp_rank, size=dp))
     return strategy, options.mesh(
         dp_replicate=data.dp_replicate, dp_shard=data.dp_shard, rank=world.rank
     )
+
+
+_WHO_CAN = {"tp": "parallel or strategy=fsdp"}
+"""What to take for an axis that divides a model."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from torsh_trainer.strategies.native import NativeEngine
 from torsh_trainer.strategies.parameter_hooks import Hooks, carry_over, hooks_of
 from torsh_trainer.strategies.rehearsal import refuse_unsharded
 from torsh_trainer.strategies.sharded import ShardedGradients, ShardedModel, find_roots
+from torsh_trainer.strategies.tensor_parallel.parallel import CutLayers, cut_layers, refuse_beside
 from torsh_trainer.strategies.trainability import Change
 from torsh_trainer.strategies.uncut import Uncut, check_one_dtype, find_uncut, parameters_by_unit
 from torsh_trainer.strategies.uncut import tell as tell_uncut
@@ -63,10 +65,12 @@ class FSDP(UnusedKnobs, Strategy):
     ``prefetch_depth`` gathers that many units ahead, explicitly; null leaves it to FSDP2.
     ``gather_in_compute_dtype`` gathers weights of linear layers and convolutions as autocast rounds
     them: half the bytes, and the same numbers, as long as nothing else reads them.
+    ``plan`` says which layers are cut over ``mesh.tp``: styles by patterns of module names, as
+    ``tensor_parallel.plan`` has them; empty takes that of the task or of the model.
     """
 
     name: ClassVar[str] = "fsdp"
-    model_axes: ClassVar[frozenset[str]] = frozenset({"model_replicate"})
+    model_axes: ClassVar[frozenset[str]] = frozenset({"model_replicate", "tp"})
     wrap_modules: tuple[str, ...] = ()
     wrap_min_parameters: int | None = None
     wrap_min_bytes: int = 8 * 2**20
@@ -77,6 +81,7 @@ class FSDP(UnusedKnobs, Strategy):
     find_unused_parameters: bool = False
     prefetch_depth: int | None = None
     gather_in_compute_dtype: bool = False
+    plan: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.wrap_modules and self.wrap_min_parameters is not None:
@@ -132,18 +137,23 @@ class FSDP(UnusedKnobs, Strategy):
                 "without autocast",
                 use="set strategy.gather_in_compute_dtype=false",
             )
-        scatter = None if knobs is None else CompressedScatter(knobs, comm, seed=job.seed)
         groups = job.groups or Groups(self.mesh(comm.world), comm)
+        if groups.mesh.tp > 1:
+            refuse_beside(job, self, self._not_beside_cut_layers)
+        scatter = None if knobs is None else CompressedScatter(knobs, comm, seed=job.seed)
         with DeferredInit() as init:
-            cut = self._divide(job, comm)
+            cut = self._divide(job, comm, groups)
             init.leave(cut.model)
-        layout = [units_in_words(cut.units, cut.rest), init.summary]
+        units = units_in_words(cut.units, cut.rest)
+        if cut.layers.names:
+            units += " (before layers are cut)"
+        layout = [cut.layers.summary, units, init.summary]
         sharding.shard(
             cut.rest,
             cut.units,
             job,
-            comm,
-            init=init,
+            place=functools.partial(cut.layers.cutting.place, comm=comm, init=init),
+            placement=cut.layers.cutting.placement,
             mesh=groups.data_mesh,
             uncut=set(cut.uncut.values()),
             cpu_offload=self.cpu_offload,
@@ -160,12 +170,18 @@ class FSDP(UnusedKnobs, Strategy):
             norm=groups.norm,
             uncut=cut.uncut,
             hooks=cut.hooks,
+            layers=cut.layers,
             scatter=scatter,
             layout="\n".join(filter(None, layout)),
             low=cut.low,
         )
 
-    def _divide(self, job: Job, comm: Communicator) -> Division:
+    @property
+    def _not_beside_cut_layers(self) -> Mapping[str, bool]:
+        knobs = ("cpu_offload", "gather_in_compute_dtype")
+        return {f"strategy.{knob}=true": getattr(self, knob) for knob in knobs}
+
+    def _divide(self, job: Job, comm: Communicator, groups: Groups) -> Division:
         """Builds the model and says what is cut; nothing is yet, but what stays whole is in place.
 
         Raises:
@@ -178,13 +194,15 @@ class FSDP(UnusedKnobs, Strategy):
         roots = find_roots(model, self.refuse) if job.manual else [model]
         uncut = self._uncut(model, [*units, *roots], job, comm)
         hooks = hooks_of(model, uncut.values(), job, self)
+        layers = cut_layers(model, job, groups, self, table=self.plan, hooked=hooks)
         whole = set(uncut.values())
         units = [u for u in units if u not in roots and any(p not in whole for p in u.parameters())]
         parts, rest = self._merge_units(units, roots, whole)
         rounds = self.gather_in_compute_dtype and job.precision.autocast
         low = find_rounded_by_autocast(model) if rounds else set()
-        modules.share([*uncut.values(), *model.buffers()], comm)
-        return Division(model, roots, parts, rest, uncut, hooks, low)
+        # All that is whole on processes that share layers is the same there, too.
+        modules.share([*uncut.values(), *model.buffers()], groups.whole if layers.names else comm)
+        return Division(model, roots, parts, rest, uncut, hooks, low, layers)
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         if self.wrap_modules:
@@ -249,6 +267,7 @@ class Division(NamedTuple):
     uncut: dict[str, nn.Parameter]
     hooks: Hooks
     low: Collection[str]
+    layers: CutLayers
 
 
 class FSDPEngine(NativeEngine):
@@ -268,6 +287,7 @@ class FSDPEngine(NativeEngine):
         norm: Communicator,
         uncut: Mapping[str, nn.Parameter],
         hooks: Hooks,
+        layers: CutLayers,
         scatter: CompressedScatter | None = None,
         layout: str = "",
         low: Collection[str] = (),
@@ -275,6 +295,7 @@ class FSDPEngine(NativeEngine):
         sent = DTYPES[job.precision.reduce]
         self._uncut = Uncut(uncut, comm, lambda held: sum_dtype(held, sent))
         self._means = job.precision.averages
+        self._layers = layers
         super().__init__(
             job,
             comm,
@@ -282,7 +303,7 @@ class FSDPEngine(NativeEngine):
             module=model,
             eval_module=model,
             averaging_ranks=comm.size if self._means else 1,
-            gradients=ShardedGradients(model, comm.device, norm_group=norm),
+            gradients=ShardedGradients(model, comm.device, norm_group=norm, counts=layers.counts),
             wrap_optimizer=self._check_optimizer,
             compression=scatter,
             emulation=knobs.emulation,
@@ -312,6 +333,7 @@ class FSDPEngine(NativeEngine):
         return self._layout
 
     def _check_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._layers.check_optimizer(optimizer)
         refuse_unsharded(optimizer, self.comm)
         return optimizer
 
@@ -383,6 +405,7 @@ class FSDPEngine(NativeEngine):
     def _end_step(self, outcome: StepOutcome) -> None:
         super()._end_step(outcome)
         self._sharded.let_go()
+        self._layers.end_step(self._trainable.named)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

@@ -126,14 +126,26 @@ class ShardedGradients(HeldGradients):
     """Shards of gradients, and those of parameters that are whole on every rank.
 
     ``norm_group`` holds each shard once; its ``process_group`` is None where a shard is a whole.
+    Of a layer that is not cut over ``tp`` it holds a shard several times: ``counts`` says whether
+    this process's is the one that counts.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, norm_group: Communicator) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        norm_group: Communicator,
+        counts: bool = True,
+    ) -> None:
         super().__init__(model, device)
         self.norm_group = norm_group.process_group
+        self._counts = counts
         self._whole: list[bool] = []
+        self._counted: list[bool] = []
 
     def storage(self, gradients: list[Tensor]) -> list[Tensor]:
+        self._counted = [self._counts or _is_cut_over_tp(gradient) for gradient in gradients]
         self._whole = [not hasattr(gradient, "placements") for gradient in gradients]
         parts = zip(gradients, self._whole, strict=True)
         with torch.no_grad():  # else each part is a view of its own, for autograd
@@ -142,11 +154,17 @@ class ShardedGradients(HeldGradients):
 
     def norm(self, storage: list[Tensor]) -> Tensor:
         # Shards of one group hold the whole gradient once; replicas hold it again.
-        parts = [g for g, whole in zip(storage, self._whole, strict=True) if not whole]
+        known = zip(storage, self._whole, self._counted, strict=True)
+        parts = [g for g, whole, counted in known if counted and not whole]
         square = local_norm(parts, self.device).square()
         if self.norm_group is not None:
             torch.distributed.all_reduce(square, group=self.norm_group)
-        if len(parts) < len(storage):
+        if any(self._whole):
             uncut = [g for g, whole in zip(storage, self._whole, strict=True) if whole]
             square = square + local_norm(uncut, self.device).square()
         return square.sqrt()
+
+
+def _is_cut_over_tp(gradient: Any) -> bool:
+    mesh = getattr(gradient, "device_mesh", None)
+    return mesh is not None and "tp" in mesh.mesh_dim_names

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from torsh_trainer.comm.base import Communicator
-from torsh_trainer.deferred.recording import DeferredInit
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.optim.precision import DTYPES
 from torsh_trainer.strategies.base import Job
 from torsh_trainer.strategies.merging import Unit
-from torsh_trainer.strategies.placing import share_in_one
 
 
 def shard(
     roots: list[Unit],
     units: list[Unit],
     job: Job,
-    comm: Communicator,
     *,
-    init: DeferredInit,
+    place: Callable[[Sequence[nn.Parameter]], None],
+    placement: Callable[[nn.Parameter], Any] | None,
     mesh: Any,
     uncut: set[nn.Parameter],
     cpu_offload: bool,
@@ -31,9 +28,10 @@ def shard(
     prefetch_depth: int | None,
     refuse: Callable[..., Unsupported],
 ) -> None:
-    """Has FSDP2 cut ``units``, inner ones, and ``roots``, all but ``uncut``, with rank 0's values.
+    """Has FSDP2 cut ``units``, inner ones, and ``roots``, all but ``uncut``.
 
-    ``init`` has them, where a parameter has no memory.
+    ``place`` gives parameters their values on the device, which they may not have before, and may
+    put parts in their place; ``placement`` says along which dimension one is cut (None: the first).
 
     One after the other comes to the device and is cut there, so that never more than one of them
     is there whole. Both lists are empty afterwards: they would keep the whole parameters alive.
@@ -71,12 +69,13 @@ def shard(
         "reshard_after_forward": reshard_after_forward,
         "offload_policy": offload,
         "ignored_params": uncut,
+        "shard_placement_fn": placement,
     }
     chain = [cast(FSDPModule, unit.modules[0]) for unit in units]
     while units or roots:
         inner = bool(units)
         part = (units if inner else roots).pop(0)
-        share_in_one(part.parameters, comm, init)
+        place(part.parameters)
         policies = policy(part, None if inner else output_dtype)
         try:
             fully_shard(list(part.modules), mp_policy=policies, **common)

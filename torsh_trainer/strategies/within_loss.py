@@ -59,11 +59,14 @@ class ShardReadGuard(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", "") not in _OF_A_TENSOR:
+        what = getattr(func, "__name__", "")
+        if what not in _OF_A_TENSOR:
             for argument in args:
                 for one in argument if isinstance(argument, list | tuple) else (argument,):
-                    if hasattr(one, "placements"):
-                        raise _reads(self._names.get(id(one)))
+                    name = self._names.get(id(one))
+                    # FSDP2 itself detaches what it gathers, which is a shard where layers are cut.
+                    if hasattr(one, "placements") and (name is not None or what != "detach"):
+                        raise _reads(name)
         return func(*args, **(kwargs or {}))
 
 

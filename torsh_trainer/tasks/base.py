@@ -246,6 +246,14 @@ class Task:
         """
         return {}
 
+    def parallel_plan(self, mesh: Any) -> Mapping[str, Any]:
+        """How the layers of the model are cut over ``mesh.tp`` processes: styles (``colwise``,
+        ``colwise_gather``, ``rowwise``, ...) by patterns of module names, see docs/parallel.md.
+
+        Asked where ``mesh.tp`` is above 1. Empty: that of ``strategy.plan``, or the model's own.
+        """
+        return {}
+
     def flops_per_sample(self, model: nn.Module) -> float | None:
         """Floating-point operations of forward and backward for one sample, if it is known."""
         return None

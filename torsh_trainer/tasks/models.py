@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +41,16 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+    def parallel_plan(self) -> dict[str, Any]:
+        """How its layers are cut over processes (``mesh.tp``): pairs by columns and by rows.
+
+        Where something is dropped in between, every process needs all of it.
+        """
+        linear = [f"layers.{i}" for i, m in enumerate(self.layers) if isinstance(m, nn.Linear)]
+        dropped = any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.layers)
+        plan = dict.fromkeys(linear[0:-1:2], "colwise_gather" if dropped else "colwise")
+        return {**plan, **dict.fromkeys(linear[1::2], "rowwise")}
 
 
 class SmallCNN(nn.Module):
@@ -150,12 +160,14 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
-        shape = (batch, tokens, 3, self.heads, width // self.heads)
-        query, key, value = self.qkv(x).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        projected, head = self.qkv(x), width // self.heads
+        own = projected.shape[-1] // 3  # all heads, or those of this process
+        shape = (batch, tokens, 3, own // head, head)
+        query, key, value = projected.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )
-        return self.attention_out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return self.attention_out(attended.transpose(1, 2).reshape(batch, tokens, own))
 
 
 class GPT(nn.Module):
@@ -198,6 +210,7 @@ class GPT(nn.Module):
                 fix=f"set model.width to a multiple of {heads}",
             )
         self.vocab_size, self.context, self.width = vocab_size, context, width
+        self.heads = heads
         self.tokens = TokenEmbedding(vocab_size, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
@@ -217,6 +230,17 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.tokens(self.norm(x), targets)
+
+    def parallel_plan(self) -> dict[str, Any]:
+        """How its layers are cut over processes (``mesh.tp``): as in Megatron-LM, with whole heads,
+        and the words of the embedding."""
+        return {
+            "tokens": "rowwise",
+            "blocks.*.qkv": {"style": "colwise", "parts": 3, "heads": self.heads},
+            "blocks.*.attention_out": "rowwise",
+            "blocks.*.mlp_in": "colwise",
+            "blocks.*.mlp_out": "rowwise",
+        }
 
     @property
     def padded_rows(self) -> dict[str, int]:

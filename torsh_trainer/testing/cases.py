@@ -16,11 +16,10 @@ from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import ConfigError, Unsupported
-from torsh_trainer.mesh import Groups
+from torsh_trainer.mesh import Groups, MeshOptions
 from torsh_trainer.strategies.base import BatchPlan, Clip, Engine, Job, MicroBatch, Strategy
 from torsh_trainer.strategies.dividing import divide
 from torsh_trainer.tasks.base import Task
-from torsh_trainer.testing.mesh import ReplicatedModel
 from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.state import fill, whole_state
 from torsh_trainer.testing.tiny import Block, TinyTask, total_weight
@@ -29,10 +28,14 @@ _GROUPS: ContextVar[Groups | None] = ContextVar("groups", default=None)
 
 
 def on_a_mesh(
-    comm: Communicator, copies: int, case: Callable[..., Any], strategy: Strategy, *args: Any
+    comm: Communicator,
+    options: MeshOptions,
+    case: Callable[..., Any],
+    strategy: Strategy,
+    *args: Any,
 ) -> Any:
-    """``case`` where ``copies`` consecutive processes have the same samples."""
-    strategy, mesh = divide(comm.world, strategy, ReplicatedModel(model_replicate=copies))
+    """``case`` where consecutive processes have the same samples, as ``options`` say."""
+    strategy, mesh = divide(comm.world, strategy, options)
     groups = Groups(mesh, comm)
     token = _GROUPS.set(groups)
     try:

@@ -30,6 +30,7 @@ from torsh_trainer.testing.compare import (
     same_tensors,
     world_of,
 )
+from torsh_trainer.testing.mesh import ReplicatedModel
 from torsh_trainer.testing.ranks import OPTIONS, shared_pool
 from torsh_trainer.testing.reference import Scenario, TrainingOutcome
 from torsh_trainer.testing.resuming import as_dicts, differences
@@ -84,7 +85,8 @@ class StrategyContract:
     ``micro_batches`` multiplies the micro-batches of every step, where a knob wants a multiple.
     ``comm_options`` choose the backend of the processes, gloo where they do not.
     With ``model_replicate`` so many processes stand in the place of each of ``world_sizes``, and
-    compute the same thing on the same samples.
+    compute the same thing on the same samples; with ``tensor_parallel`` they share each layer.
+    ``model`` is what the tiny model has in all rules.
 
     With ``variant`` the class tries other knobs of a strategy that has a class of its own. A suite
     that holds every promise once runs all rules for a strategy on two processes (or on its first
@@ -101,6 +103,8 @@ class StrategyContract:
     device: ClassVar[str] = "cpu"
     comm_options: ClassVar[CommOptions] = OPTIONS
     model_replicate: ClassVar[int] = 1
+    tensor_parallel: ClassVar[int] = 1
+    model: ClassVar[TinyModelOptions] = TinyModelOptions()
     variant: ClassVar[bool] = False
 
     @classmethod
@@ -177,7 +181,7 @@ class StrategyContract:
 
     @_gradient
     def test_a_parameter_that_no_rank_used_is_not_updated(self, world_size: int) -> None:
-        scenario = Scenario(model=TinyModelOptions(unused=True), optimizer="adamw")
+        scenario = self._cut(Scenario(model=TinyModelOptions(unused=True), optimizer="adamw"))
         strategy = self.for_unused or self.strategy
         outcomes = self._equals(scenario, world_size, needs="unused_parameters", strategy=strategy)
         before = scenario.task.build_model().state_dict()
@@ -267,7 +271,7 @@ class StrategyContract:
             self._compare(outcome, expected, self._tolerance(scenario))
 
     def test_predictions_are_those_of_the_plain_model_in_order(self, world_size: int) -> None:
-        scenario = Scenario(model=TinyModelOptions(dropout=0.4))
+        scenario = self._cut(Scenario(model=TinyModelOptions(dropout=0.4)))
         dp = self._dp(self.strategy, world_size)
         model = scenario.task.build_model().eval()
         batches = scenario.data.evaluation(dp)
@@ -318,7 +322,7 @@ class StrategyContract:
     ) -> None:
         model = TinyModelOptions(tied=True)
         precision = Precision() if "bf16_true" in self.refuses else BF16_TRUE
-        scenario = Scenario(model=model, precision=precision, data=TinyData(steps=1))
+        scenario = self._cut(Scenario(model=model, precision=precision, data=TinyData(steps=1)))
         plain = scenario.task.build_model().state_dict()
         for outcome in self._on_ranks(cases.train, scenario, world_size):
             assert set(outcome.parameters) == set(plain)
@@ -400,12 +404,13 @@ class StrategyContract:
         *args: Any,
         strategy: Strategy | None = None,
     ) -> list[Any]:
-        copies = self.model_replicate
+        copies = self.model_replicate * self.tensor_parallel
         pool = shared_pool(world_size * copies, self.device, self.comm_options)
         given = (strategy or self.strategy, self._cut(scenario), *args)
         if copies == 1:
             return pool.run(case, *given)
-        answers = pool.run(cases.on_a_mesh, copies, case, *given)
+        mesh = ReplicatedModel(model_replicate=self.model_replicate, tp=self.tensor_parallel)
+        answers = pool.run(cases.on_a_mesh, mesh, case, *given)
         for rank, answer in enumerate(answers):
             first = answers[rank // copies * copies]
             differing = differences(as_dicts(answer), as_dicts(first))
@@ -424,7 +429,8 @@ class StrategyContract:
 
     def _cut(self, scenario: Scenario) -> Scenario:
         accumulate = scenario.data.accumulate * self.micro_batches
-        return replace(scenario, data=replace(scenario.data, accumulate=accumulate))
+        model = replace(scenario.model, attention=self.model.attention)
+        return replace(scenario, data=replace(scenario.data, accumulate=accumulate), model=model)
 
     def _dp(self, strategy: Strategy, world_size: int) -> int:
         return strategy.mesh(world_of(0, world_size)).dp

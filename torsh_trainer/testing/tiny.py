@@ -16,6 +16,7 @@ from torsh_trainer.tasks.base import Mean, Task
 
 VOCABULARY = 11
 WIDTH = 8
+HEADS = 2
 LENGTH = 5
 PADDING = -100
 """The target of a token that does not count; torch's ``ignore_index``."""
@@ -32,6 +33,7 @@ class TinyModelOptions:
     frozen: bool = False  # an embedding and a norm that do not train
     batch_norm: bool = False  # buffers
     experts: bool = False  # three layers, of which a batch takes the one that its tokens say
+    attention: bool = False  # blocks of attention and a perceptron, with fused projections
     dropout: float = 0.0
     seed: int = 0
 
@@ -53,13 +55,43 @@ class Block(nn.Module):
         return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
 
 
+class AttentionBlock(Block):
+    """Causal attention with a fused query, key and value, then a perceptron; counts as ``Block``.
+
+    Keys grow with their place: else a softmax would not see their bias, whose gradient would be
+    nothing but rounding, which Adam makes large.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout)
+        del self.linear
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """(batch, length, width) -> the same shape, to be added to what came in."""
+        self.calls += 1
+        projected = self.qkv(self.norm(hidden)).unflatten(-1, (3, -1, WIDTH // HEADS))
+        query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
+        places = torch.linspace(0.5, 1.5, key.shape[2], device=key.device).unsqueeze(-1)
+        key = key * places.to(key.dtype)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        added = self.out(attended.transpose(1, 2).flatten(2))
+        added = added + self.down(F.gelu(self.up(self.mlp_norm(hidden + added))))
+        return F.dropout(added, self.dropout, self.training) if self.dropout else added
+
+
 class TinyModel(nn.Module):
     """Predicts a token for every token: (batch, length) of int64 -> (batch, length, vocabulary)."""
 
     def __init__(self, options: TinyModelOptions) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(options.dropout) for _ in range(2))
+        block = AttentionBlock if options.attention else Block
+        self.blocks = nn.ModuleList(block(options.dropout) for _ in range(2))
         self.batch_norm = nn.BatchNorm1d(WIDTH) if options.batch_norm else None
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -85,6 +117,24 @@ class TinyModel(nn.Module):
             hidden = self.batch_norm(hidden.flatten(0, 1)).view_as(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+    def parallel_plan(self) -> dict[str, Any]:
+        """Every style of a cut layer; the vocabulary does not divide by 2, so its columns are."""
+        plan: dict[str, Any] = {"embedding": "colwise_gather", "head": "rowwise"}
+        if isinstance(self.blocks[0], AttentionBlock):
+            plan |= {
+                "blocks.*.qkv": {"style": "colwise", "parts": 3, "heads": HEADS},
+                "blocks.*.out": "rowwise",
+                "blocks.*.up": "colwise",
+                "blocks.*.down": "rowwise",
+            }
+        else:
+            plan |= {"blocks.0.linear": "colwise_gather", "blocks.1.linear": "rowwise"}
+        if hasattr(self, "unused"):
+            plan["unused"] = "colwise_gather"
+        if self.experts is not None:
+            plan |= {"experts.0": "colwise_gather", "experts.1": "rowwise"}
+        return plan
 
 
 class TinyTask(Task):

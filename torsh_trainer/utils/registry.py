@@ -197,6 +197,7 @@ STRATEGIES = PluginKind(
         "dp": "torsh_trainer.strategies.dp:DP",
         "ddp": "torsh_trainer.strategies.ddp:DDP",
         "fsdp": "torsh_trainer.strategies.fsdp:FSDP",
+        "parallel": "torsh_trainer.strategies.parallel:Parallel",
         "nccl": "torsh_trainer.strategies.builtin:NCCL",
         "gloo": "torsh_trainer.strategies.builtin:Gloo",
         "mpi": "torsh_trainer.strategies.builtin:MPI",

@@ -37,6 +37,7 @@ from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.checkpoint.tensors.flat import Box, boxes_of, piece
 from torsh_trainer.checkpoint.tensors.hashes import sums_of
+from torsh_trainer.checkpoint.tensors.rows import RowBox, find_scattered_rows
 from torsh_trainer.checkpoint.tensors.staging import Staging
 from torsh_trainer.errors import TrainingError
 
@@ -67,6 +68,7 @@ class Planner(DefaultSavePlanner):
         self._outline: list[tuple[Any, ...]] = []
         self._agreed = False
         self._boxes: dict[MetadataIndex, Box] = {}
+        self._rows: dict[MetadataIndex, RowBox] = {}
         self._copies: dict[MetadataIndex, Tensor] = {}
 
     @property
@@ -98,16 +100,26 @@ class Planner(DefaultSavePlanner):
         return True
 
     def create_local_plan(self) -> SavePlan:
-        whole = {n: t for n, t in self.state_dict.items() if not isinstance(t, FlatShard)}
+        rows = {name: find_scattered_rows(leaf) for name, leaf in self.state_dict.items()}
+        whole = {
+            name: leaf
+            for name, leaf in self.state_dict.items()
+            if not (isinstance(leaf, FlatShard) or rows[name])
+        }
         planned = create_default_local_save_plan(whole, self.is_coordinator).items
         # A shard of the whole: DCP's own kind for plain tensors may not meet a shard elsewhere.
         items = [replace(item, type=WriteItemType.SHARD) for item in planned]
-        self._boxes = {}
+        self._boxes, self._rows = {}, {}
         for name, leaf in self.state_dict.items():
             if isinstance(leaf, FlatShard):
+                shape, dtype = leaf.global_shape, leaf.tensor.dtype
                 for box in boxes_of(leaf, name):
-                    items.append(item := _write_item(name, leaf, box))
+                    items.append(item := _write_item(name, box, shape, dtype))
                     self._boxes[item.index] = box
+            else:
+                for part in rows[name]:
+                    items.append(item := _write_item(name, part, leaf.shape, leaf.dtype))
+                    self._rows[item.index] = part
         return SavePlan(items, planner_data=self.mappings)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -176,6 +188,9 @@ class Planner(DefaultSavePlanner):
         leaf = self.state_dict[index.fqn]
         if isinstance(leaf, FlatShard):
             return piece(leaf, self._boxes[index])
+        if index in self._rows:
+            assert isinstance(leaf, DTensor)
+            return self._rows[index].of(leaf.to_local().detach())
         found = self.lookup_object(index)
         assert isinstance(found, Tensor)
         return found
@@ -190,15 +205,17 @@ def _outline(leaf: Leaf) -> tuple[Any, ...]:
     return (leaf.shape, leaf.dtype, leaf.device)
 
 
-def _write_item(name: str, shard: FlatShard, box: Box) -> WriteItem:
+def _write_item(
+    name: str, box: Box | RowBox, shape: Sequence[int], dtype: torch.dtype
+) -> WriteItem:
     offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
     return WriteItem(
         MetadataIndex(name, offsets),
         WriteItemType.SHARD,
         tensor_data=TensorWriteData(
             ChunkStorageMetadata(offsets, sizes),
-            TensorProperties(shard.tensor.dtype),
-            torch.Size(shard.global_shape),
+            TensorProperties(dtype),
+            torch.Size(shape),
         ),
     )
 

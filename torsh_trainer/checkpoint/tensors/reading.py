@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torsh_trainer.checkpoint.plain import Leaf, dotted_name
 from torsh_trainer.checkpoint.plain import Path as Key
 from torsh_trainer.checkpoint.shards import FlatShard
-from torsh_trainer.checkpoint.tensors.flat import boxes_of, piece
+from torsh_trainer.checkpoint.tensors.flat import Box, boxes_of, piece
 from torsh_trainer.checkpoint.tensors.header import NoTensorError, read_header
+from torsh_trainer.checkpoint.tensors.rows import RowBox, find_scattered_rows
 from torsh_trainer.errors import ResourceError
 
 
@@ -73,18 +74,26 @@ def plan_reads(metadata: Metadata, into: Mapping[Key, Leaf]) -> list[Wanted]:
 
 
 def _pieces(name: str, leaf: Leaf, metadata: Metadata) -> Iterator[Wanted]:
-    if not isinstance(leaf, FlatShard):
+    boxed = _find_boxes(name, leaf)
+    if boxed is None:
         for item in create_default_local_load_plan({name: leaf}, metadata).items:
             target = find_state_dict_object({name: leaf}, item.dest_index)
             yield Wanted(item, _narrow(target.detach(), item.dest_offsets, item.lengths))
         return
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
-    for box in boxes_of(leaf, name):
+    for box, target in boxed:
         chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         for item in create_read_items_for_chunk_list(name, entry, [chunk]):
-            target = piece(leaf, box)
             yield Wanted(item, _narrow(target, item.dest_offsets, item.lengths))
+
+
+def _find_boxes(name: str, leaf: Leaf) -> list[tuple[Box | RowBox, Tensor]] | None:
+    """The boxes that this rank holds of a tensor, each with its memory; None where DCP knows."""
+    if isinstance(leaf, FlatShard):
+        return [(box, piece(leaf, box)) for box in boxes_of(leaf, name)]
+    rows = find_scattered_rows(leaf)
+    return [(part, part.of(_local(leaf.detach()))) for part in rows] or None
 
 
 def read_file(stream: io.BufferedIOBase, pieces: list[tuple[PieceLocation, Wanted]]) -> None:

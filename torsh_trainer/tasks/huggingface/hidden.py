@@ -30,6 +30,11 @@ def sum_losses(model: nn.Module) -> None:
     model.vocab_size = head.out_features  # type: ignore[assignment]
 
 
+def sums_losses_of(module: nn.Module) -> bool:
+    """Whether ``module`` is the output layer of a model that ``sum_losses`` was told of."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _of_head
+
+
 def _is_all(model: Any, head: nn.Linear) -> bool:
     tried = model.config._attn_implementation in ON_A_CPU and not head.weight.is_meta
     if model.base_model is model or not tried:

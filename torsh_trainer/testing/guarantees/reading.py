@@ -224,9 +224,13 @@ def _case(cls: Any, place: str, name: str) -> Case:
         judge = cls()
         bounds = {name: judge._tolerance(scenario) for name, scenario in ARITHMETICS.items()}
         words = strategy_facts(cls.strategy)["strategy"]
-        if cls.model_replicate > 1:
-            words += f" on mesh(model_replicate={cls.model_replicate})"
-            sizes = [size * cls.model_replicate for size in sizes]
+        for axis, count in (
+            ("model_replicate", cls.model_replicate),
+            ("tp", cls.tensor_parallel),
+        ):
+            if count > 1:
+                words += f" on mesh({axis}={count})"
+                sizes = [size * count for size in sizes]
     else:
         words = getattr(about, "name", "") or name.removeprefix("Test").lower()
     refuses = dict(getattr(cls, "refuses", {}))

@@ -1,0 +1,616 @@
+"""A GPT whose layers are cut over processes equals a plain loop; checkpoints go to any mesh.
+
+The plain loop is written out below: it knows no processes. Bounds are in units in the last place of
+the largest element of a tensor (2^-24 of it).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from torsh_trainer.callbacks.base import Callback, EvaluationReport, StepReport
+from torsh_trainer.checkpoint.base import CheckpointOptions
+from torsh_trainer.comm.base import Communicator
+from torsh_trainer.comm.local import LocalCommunicator
+from torsh_trainer.data.loading import Loading
+from torsh_trainer.mesh import Groups, MeshOptions
+from torsh_trainer.optim.optimizers import OptimizerSpec
+from torsh_trainer.strategies.base import (
+    BatchPlan,
+    Clip,
+    Job,
+    MicroBatch,
+    MicroBatchPlace,
+    Strategy,
+)
+from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.strategies.dividing import divide
+from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.strategies.parallel import Parallel
+from torsh_trainer.strategies.single import Single
+from torsh_trainer.strategies.tensor_parallel import layers
+from torsh_trainer.strategies.tensor_parallel.agreeing import WholeAlike
+from torsh_trainer.tasks.base import DataSource, Task
+from torsh_trainer.tasks.models import GPT, MLP
+from torsh_trainer.testing.compare import U32
+from torsh_trainer.testing.ranks import shared_pool
+from torsh_trainer.testing.state import whole_state
+from torsh_trainer.training.rank_run import RankRun
+from torsh_trainer.training.run_parts import RunParts
+from torsh_trainer.training.trainer import Trainer
+
+WORDS, LENGTH, STEPS, BATCH = 20, 6, 4, 4
+TOKENS = torch.randint(WORDS, (10, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+
+MESHES: dict[str, tuple[int, MeshOptions]] = {
+    "tp=2": (2, MeshOptions(tp=2)),
+    "dp_shard=2,tp=2": (4, MeshOptions(tp=2)),
+    "dp_replicate=2,tp=2": (4, MeshOptions(dp_replicate=2, dp_shard=1, tp=2)),
+    "tp=4": (4, MeshOptions(tp=4)),
+}
+
+ALL_DATA, PARALLEL = MeshOptions(), Parallel()
+
+
+class Source(DataSource):
+    """Two global batches of four and a tail of two."""
+
+    train = TensorDataset(TOKENS)
+    eval = TensorDataset(TOKENS[:5])
+    predict = TensorDataset(TOKENS[:5])
+
+
+class Words(Task):
+    """Next words, by a GPT whose vocabulary has rows that stand for none."""
+
+    data = Source()
+
+    def __init__(self, optimizer: OptimizerSpec, *, chunked: bool = False, dropout: float = 0.0):
+        self.optimizer = optimizer
+        self.chunked = chunked
+        self.dropout = dropout
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(5)
+        made = GPT(vocab_size=WORDS - 1, context=8, layers=2, heads=4, width=12, vocab_multiple=4)
+        made.dropout.p = self.dropout
+        return made
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        inputs = batch[0][:, :-1].clamp(max=WORDS - 2)
+        return model(inputs, self.targets(batch)) if self.chunked else model(inputs)
+
+    def targets(self, batch: Any) -> Tensor:
+        return batch[0][:, 1:].clamp(max=WORDS - 2)
+
+    def predict(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(batch[0][:, :-1].clamp(max=WORDS - 2))
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        targets = self.targets(batch)
+        if outputs.dim() == 0:
+            return outputs / targets.numel()
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Numbers(Callback):
+    """Keeps what is reported."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    metrics: dict[int, float] = field(default_factory=dict)
+
+    def on_step(self, report: StepReport) -> None:
+        numbers = report.metrics or {}
+        self.losses[report.step], self.norms[report.step] = numbers["loss"], numbers["grad_norm"]
+
+    def on_evaluate(self, report: EvaluationReport) -> None:
+        self.metrics[report.step] = report.metrics["loss"]
+
+
+@dataclass
+class Outcome:
+    losses: dict[int, float]
+    norms: dict[int, float]
+    metrics: dict[int, float]
+    parameters: dict[str, Tensor]
+    predictions: Tensor
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is asked of a run, and how far it may be from the plain loop: relative, and in units of
+    the largest element of a parameter."""
+
+    optimizer: OptimizerSpec
+    clip: float | None = None
+    chunked: bool = False
+    dropout: float = 0.0
+    relative: float = 64 * U32
+    parameters: float = 128 * U32
+
+    @property
+    def task(self) -> Words:
+        return Words(self.optimizer, chunked=self.chunked, dropout=self.dropout)
+
+
+# Sums over the width, over words and over samples in another order: each at most (n - 1) u of the
+# sum of their sizes, with n at most 80 here, and what cancels in them is small.
+SGD = Kind(OptimizerSpec("SGD", lr=0.5))
+CLIPPED = Kind(OptimizerSpec("SGD", lr=0.5, momentum=0.9), clip=0.5, chunked=True)
+# Adam divides by a gradient's own size: see docs/parallel.md, and testing/compare.py.
+ADAMW = Kind(OptimizerSpec("AdamW", lr=0.01, weight_decay=0.1), clip=0.5, relative=2e-4,
+             parameters=2e-2)  # fmt: skip
+
+
+def trainer(kind: Kind, strategy: Strategy, mesh: MeshOptions = ALL_DATA) -> Trainer:
+    return Trainer(
+        task=kind.task,
+        strategy=strategy,
+        mesh=mesh,
+        loading=Loading(batch_size=BATCH, shuffle=False, eval_batch_size=2),
+        max_steps=STEPS,
+        max_grad_norm=kind.clip,
+        log_every=1,
+        eval_every=2,
+        eval_every_epochs=None,
+        device="cpu",
+        log_level="error",
+    )
+
+
+def plain(kind: Kind) -> Outcome:
+    """The same training in one loop over whole batches."""
+    task = kind.task
+    model = task.build_model()
+    (made,) = kind.optimizer.build_all(model.named_parameters()).values()
+    outcome = Outcome({}, {}, {}, {}, torch.empty(0))
+    batches = [TOKENS[start : start + BATCH] for start in range(0, len(TOKENS), BATCH)]
+    for step in range(1, STEPS + 1):
+        batch = (batches[(step - 1) % len(batches)],)
+        made.zero_grad()
+        loss = task.loss(task.forward(model, batch), batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), kind.clip or 1e9)
+        made.step()
+        outcome.losses[step], outcome.norms[step] = loss.item(), float(norm)
+        if step % 2 == 0:
+            with torch.no_grad():
+                batch = (TOKENS[:5],)
+                outcome.predictions = task.predict(model, batch)
+                outcome.metrics[step] = task.loss(task.forward(model, batch), batch).item()
+    outcome.parameters = {name: p.detach() for name, p in model.state_dict().items()}
+    return outcome
+
+
+def live(
+    comm: Communicator,
+    made: Trainer,
+    folder: Path,
+    until: int = STEPS,
+    wrong: Callable[[], None] | None = None,
+) -> Outcome:
+    """A run of ``made`` up to a step on this rank, and what came of it."""
+    numbers = Numbers()
+    if wrong is not None:
+        wrong()
+    assert isinstance(made.strategy, Strategy)
+    strategy, mesh = divide(comm.world, made.strategy, made.mesh)
+    if not strategy.needs_process_group(comm.world):
+        comm = LocalCommunicator(comm.device)
+    saves = CheckpointOptions(dir=str(folder / "saved"), check_loaded=True, mode="async")
+    made = replace(made, callbacks=(numbers,), checkpoint=saves, stages=("fit", "predict"))
+    made = replace(made, max_steps=until)
+    parts = RunParts(made, comm.world, comm, mesh, strategy, folder)
+    run = RankRun(parts, began=time.perf_counter())
+    try:
+        run.run()
+        state = whole_state(parts.engine.state_dict(), parts.groups.data)
+    finally:
+        run.close()
+    comm.barrier()
+    outputs = torch.load(folder / "predictions.pt")
+    return Outcome(numbers.losses, numbers.norms, numbers.metrics, state["model"], outputs)
+
+
+def check(outcome: Outcome, kind: Kind, *, first: int = 1) -> None:
+    """Every quantity that began at step ``first`` is that of the plain loop."""
+    expected = plain(kind)
+    for name in ("losses", "norms", "metrics"):
+        ours, theirs = getattr(outcome, name), getattr(expected, name)
+        assert set(ours) == {step for step in theirs if step >= first}, name
+        for step in ours:
+            away = abs(ours[step] - theirs[step]) / theirs[step]
+            assert away <= kind.relative, f"{name} of step {step}: {away / U32:.1f} u"
+    assert set(outcome.parameters) == set(expected.parameters)
+    for name, value in expected.parameters.items():
+        away = float((outcome.parameters[name] - value).abs().max() / value.abs().max())
+        assert away <= kind.parameters, f"parameters: {name} by {away / U32:.1f} u"
+    bound = 4 * kind.parameters * float(expected.predictions.abs().max())
+    torch.testing.assert_close(outcome.predictions, expected.predictions, rtol=0, atol=bound)
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("kind", [SGD, CLIPPED, ADAMW], ids=["sgd", "clipped-chunked", "adamw"])
+@pytest.mark.parametrize("place", MESHES.values(), ids=MESHES)
+def test_a_run_equals_a_plain_loop(
+    place: tuple[int, MeshOptions], kind: Kind, tmp_path: Path
+) -> None:
+    ranks, mesh = place
+    for outcome in shared_pool(ranks).run(live, trainer(kind, Parallel(), mesh), tmp_path):
+        check(outcome, kind)
+
+
+PLACES: dict[str, tuple[int, Strategy, MeshOptions]] = {
+    "single": (1, Single(), MeshOptions()),
+    "ddp": (2, DDP(), MeshOptions()),
+    "fsdp": (4, FSDP(wrap_min_bytes=0), MeshOptions()),
+    "tp=4": (4, Parallel(), MeshOptions(tp=4)),
+}
+
+
+@pytest.mark.matrix(2)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("goes_to", [True, False], ids=["to", "from"])
+def test_a_run_goes_on_on_another_mesh(
+    goes_to: bool, place: tuple[int, Strategy, MeshOptions], tmp_path: Path
+) -> None:
+    ranks, strategy, mesh = place
+    there = (ranks, trainer(ADAMW, strategy, mesh))
+    here = (4, trainer(ADAMW, Parallel(), MeshOptions(tp=2)))
+    first, second = (here, there) if goes_to else (there, here)
+    shared_pool(first[0]).run(live, first[1], tmp_path, 2)
+    for outcome in shared_pool(second[0]).run(live, second[1], tmp_path):
+        check(outcome, ADAMW, first=3)
+
+
+def test_a_run_that_goes_on_there_has_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
+    made = trainer(ADAMW, Parallel(), MeshOptions(tp=2))
+    pool = shared_pool(2)
+    whole = pool.run(live, made, tmp_path / "whole")
+    pool.run(live, made, tmp_path / "cut", 2)
+    for through, resumed in zip(whole, pool.run(live, made, tmp_path / "cut"), strict=True):
+        assert resumed.losses == {step: through.losses[step] for step in (3, 4)}
+        for name, value in through.parameters.items():
+            assert torch.equal(resumed.parameters[name], value), name
+
+
+def test_a_dropout_outside_of_cut_layers_draws_by_sample_what_one_process_draws(
+    tmp_path: Path,
+) -> None:
+    kind = replace(SGD, dropout=0.4)
+    (one,) = shared_pool(1).run(live, trainer(kind, Single()), tmp_path / "one")
+    made = trainer(kind, Parallel(), MeshOptions(tp=2))
+    for ours in shared_pool(4).run(live, made, tmp_path / "mesh"):
+        for step, loss in one.losses.items():
+            assert abs(ours.losses[step] - loss) / loss <= kind.relative, f"step {step}"
+    undropped = plain(SGD).losses
+    assert abs(undropped[1] - one.losses[1]) / one.losses[1] > 1e-3, "nothing was dropped"
+
+
+def elements(comm: Communicator) -> tuple[int, int]:
+    """How many elements of cut parameters this process holds, and of whole ones."""
+    task = SGD.task
+    strategy, mesh = divide(comm.world, Parallel(wrap_min_bytes=0), MeshOptions(tp=2))
+    groups = Groups(mesh, comm)
+    batch = BatchPlan(4 * mesh.dp, 4, 1, mesh.dp)
+    job = Job(task=task, build_model=task.build_model, batch=batch, groups=groups)
+    engine: Any = strategy.prepare(job, groups.data)
+    held = {name: p.to_local().numel() for name, p in engine.model.named_parameters()}
+    cut = sum(count for name, count in held.items() if name in engine._layers.names)
+    engine.close()
+    groups.close()
+    return cut, sum(held.values()) - cut
+
+
+def test_a_process_holds_its_part_of_both_meshes() -> None:
+    model = SGD.task.build_model()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    whole = ("norm", "positions", "attention_out.bias", "mlp_out.bias", "qkv.bias")
+    rest = sum(size for name, size in sizes.items() if any(word in name for word in whole))
+    cut, uncut = zip(*shared_pool(4).run(elements), strict=True)
+    assert sum(cut) == sum(sizes.values()) - rest
+    assert max(cut) <= 1.05 * sum(cut) / 4
+    assert sum(uncut) == 2 * rest, "what is whole on two processes is cut over the other two"
+
+
+# -- one step of an engine -------------------------------------------------------------------------
+
+
+def step(
+    comm: Communicator,
+    task: Task,
+    strategy: Strategy,
+    mesh: MeshOptions,
+    wrong: Callable[[], None] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of a step, and the parameters after it."""
+    if wrong is not None:
+        wrong()
+    strategy, made = divide(comm.world, strategy, mesh)
+    groups = Groups(made, comm)
+    batch = BatchPlan(4 * made.dp, 4, 1, made.dp)
+    job = Job(task=task, build_model=task.build_model, batch=batch, groups=groups, **(more or {}))
+    engine = strategy.prepare(job, groups.data)
+    micro = MicroBatch((TOKENS[:4],), 4.0, 1, MicroBatchPlace(0, 1))
+    engine.zero_grad()
+    report = engine.forward_backward([micro], 4.0 * made.dp, task)
+    engine.step(Clip())
+    parameters = whole_state(engine.state_dict(), groups.data)["model"]
+    engine.close()
+    groups.close()
+    return float(report.parts[0][0]), parameters
+
+
+def refusal(comm: Communicator, *args: Any, **kwargs: Any) -> str:
+    """The words that a step is refused with."""
+    try:
+        step(comm, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def words_of(task: Task, strategy: Strategy, **more: Any) -> str:
+    (first, second) = shared_pool(2).run(refusal, task, strategy, MeshOptions(tp=2), None, more)
+    assert first == second
+    return first
+
+
+def moved_by(task: Task, wrong: Callable[[], None] | None, strategy: Strategy = PARALLEL) -> float:
+    """How far a step ends from the plain one, in units of the largest element."""
+    model = task.build_model()
+    (made,) = task.build_optimizers(model.named_parameters()).values()
+    batch = (TOKENS[:4],)
+    task.loss(task.forward(model, batch), batch).backward()  # type: ignore[no-untyped-call]
+    made.step()
+    pool = shared_pool(2)
+    try:
+        answers = pool.run(step, task, strategy, MeshOptions(tp=2), wrong)
+    finally:
+        if wrong is not None:
+            pool.close()  # its processes have the wrong function
+    return max(
+        float((parameters[name] - value).abs().max() / value.abs().max()) / U32
+        for _, parameters in answers
+        for name, value in model.state_dict().items()
+    )
+
+
+def _blind() -> None:
+    """Nobody looks whether whole parameters are still the same, which would find it out, too."""
+    WholeAlike.check = lambda self, parameters: None  # type: ignore[assignment,method-assign]
+
+
+def _lose_a_sum() -> None:
+    _blind()
+    layers.sum_of_parts = lambda tensor, comm: tensor  # type: ignore[assignment]
+
+
+def _average_a_sum() -> None:
+    _blind()
+    right = layers.sum_of_parts
+    layers.sum_of_parts = lambda tensor, comm: right(tensor, comm) / comm.size  # type: ignore[assignment]
+
+
+def _lose_a_sum_of_gradients() -> None:
+    _blind()
+    layers.copy_to_parts = lambda tensor, comm: tensor  # type: ignore[assignment]
+
+
+def test_one_step_is_a_few_units_away_from_a_plain_one() -> None:
+    assert moved_by(SGD.task, None) <= 32
+
+
+@pytest.mark.parametrize("wrong", [_lose_a_sum, _average_a_sum, _lose_a_sum_of_gradients])
+def test_a_sum_that_is_lost_or_averaged_is_found_out(wrong: Callable[[], None]) -> None:
+    assert moved_by(SGD.task, wrong) > 1e4
+
+
+FUSED = {
+    "tokens": "rowwise",
+    "blocks.*.attention_out": "rowwise",
+    "blocks.*.mlp_in": "colwise",
+    "blocks.*.mlp_out": "rowwise",
+}
+
+
+def test_a_fused_projection_that_is_cut_as_one_has_the_wrong_heads() -> None:
+    plan = {**FUSED, "blocks.*.qkv": {"style": "colwise", "parts": 1}}
+    assert moved_by(SGD.task, None, Parallel(plan=plan)) > 1e4
+    words = words_of(SGD.task, Parallel(plan={**FUSED, "blocks.*.qkv": "colwise"}))
+    assert "'blocks.0.qkv' (12 inputs, 36 outputs) colwise, and it looks like several" in words
+    assert "write {style: colwise, parts: 3}" in words
+
+
+# -- what is refused, in one sentence before the first step ----------------------------------------
+
+
+class Small(Words):
+    """With a model of its own."""
+
+    def __init__(self, make: Callable[[], nn.Module], plan: Mapping[str, Any] | None = None):
+        super().__init__(OptimizerSpec("SGD", lr=0.5))
+        self.make, self.plan = make, plan
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(5)
+        return self.make()
+
+    def parallel_plan(self, mesh: Any) -> Mapping[str, Any]:
+        return self.plan or {}
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return model(F.one_hot(batch[0][:, 0], WORDS).float())
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return outputs.square().mean()
+
+
+class Between(nn.Module):
+    """Two layers, and something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor] | nn.Module, hidden: int = 8) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WORDS, hidden), nn.Linear(hidden, 3)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.between(self.up(x)))
+
+
+def gpt(**sizes: int) -> Task:
+    return Small(lambda: GPT(**{"vocab_size": 8, "width": 8, "heads": 2, "layers": 1, **sizes}))
+
+
+PAIR = {"up": "colwise", "down": "rowwise"}
+
+
+def pair(between: Callable[[Tensor], Tensor], **styles: Any) -> Task:
+    return Small(lambda: Between(between), {**PAIR, **styles})
+
+
+REFUSED: dict[str, tuple[Task, dict[str, Any], str]] = {
+    "heads": (gpt(heads=1), {}, "mesh.tp=2 does not divide the 1 heads of 'blocks.0.qkv'; the nea"),
+    "words": (gpt(vocab_size=7), {}, "does not divide the 7 words of 'tokens'; the nearest that"),
+    "hidden": (
+        Small(lambda: Between(torch.relu, hidden=5), PAIR),
+        {},
+        "mesh.tp=2 does not divide the 5 outputs of 'up'; the nearest that it divides are 4 or 6",
+    ),
+    "no plan": (Small(lambda: Between(torch.relu)), {}, "mesh.tp=2 needs a plan of which layers"),
+    "no module": (
+        Small(lambda: Between(torch.relu), {"upp": "colwise"}),
+        {},
+        "the plan (of the task) names 'upp', and the model has no such module; did you mean 'up'?",
+    ),
+    "no style": (pair(torch.relu, up="columns"), {}, "'columns' of 'up', which is no style"),
+    "cuts nothing": (
+        Small(lambda: Between(torch.relu), {"up": "replicate"}),
+        {},
+        "cuts nothing, and mesh.tp=2",
+    ),
+    "no layer": (
+        Small(lambda: Between(nn.Sequential(nn.ReLU())), {"between": "colwise"}),
+        {},
+        "colwise of 'between' (Sequential), and only nn.Linear and nn.Embedding are cut so far",
+    ),
+    "nothing puts it together": (
+        Small(lambda: Between(torch.relu), {"down": "colwise", "up": "replicate"}),
+        {},
+        "does not divide the 3 outputs of 'down'",
+    ),
+    "dropout": (
+        pair(nn.Dropout(0.5)),
+        {},
+        "dropout draws random numbers on a part of the output of 'up'",
+    ),
+    "softmax": (pair(lambda x: x.softmax(-1)), {}, "softmax goes along the columns of 'up'"),
+    "halves": (
+        Small(
+            lambda: nn.Sequential(nn.Linear(WORDS, 8), nn.GLU(), nn.Linear(4, 2)),
+            {"0": "colwise", "2": "rowwise"},
+        ),
+        {},
+        "glu goes along the columns of '0'",
+    ),
+    "a gradient in part": (
+        Small(lambda: Between(nn.PReLU()), PAIR),
+        {},
+        "a parameter that is whole is used (prelu) on a part of the output of 'up'",
+    ),
+    "an output in part": (
+        Small(lambda: nn.Sequential(nn.Linear(WORDS, 8), nn.Linear(8, 4)), {"1": "colwise"}),
+        {},
+        "what the model gives is a part of the output of '1'",
+    ),
+    "another optimizer": (
+        Words(OptimizerSpec("Muon", lr=0.1, others=OptimizerSpec("SGD", lr=0.1))),
+        {},
+        "mesh.tp cannot cut layers under optimizer Muon",
+    ),
+    "a fused kernel": (
+        Words(OptimizerSpec("Adagrad", lr=0.1, fused=True)),
+        {},
+        "fused",
+    ),
+    "compile": (SGD.task, {"compile": {}}, "cannot honour trainer.compile=true beside mesh.tp"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_cut_is_one_sentence(name: str) -> None:
+    task, more, words = REFUSED[name]
+    said = words_of(task, Parallel(), **more)
+    assert words in said, said
+    assert said.startswith(("Unsupported: ", "ConfigError: "))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (FSDP(cpu_offload=True), "strategy.cpu_offload=true beside mesh.tp"),
+        (FSDP(gather_in_compute_dtype=True), "strategy.gather_in_compute_dtype=true beside"),
+        (DDP(), "strategy=ddp cannot honour mesh.tp=2"),
+        (Single(), "strategy=single cannot honour mesh.tp=2"),
+    ],
+)
+def test_what_stands_beside_no_cut_layers_is_refused(strategy: Strategy, words: str) -> None:
+    assert words in words_of(SGD.task, strategy)
+
+
+def _move_one() -> None:
+    right = layers._rowwise
+
+    def made(module: Any, name: str, style: Any, comm: Communicator) -> Any:
+        inner = right(module, name, style, comm)
+        return lambda x: inner(x) * (1.0 + comm.rank * 1e-6)
+
+    layers._rowwise = made
+
+
+def test_whole_parameters_that_drift_apart_are_found_out() -> None:
+    pool = shared_pool(2)
+    try:
+        told = pool.run(refusal, SGD.task, Parallel(), MeshOptions(tp=2), _move_one)
+    finally:
+        pool.close()
+    for words in told:
+        assert "TrainingError: the parameter 'positions.weight' is whole on the processes" in words
+
+
+def test_a_layer_in_between_that_sums_gradients_is_right() -> None:
+    task = pair(torch.relu)
+    task.make = lambda: Between(nn.PReLU())  # type: ignore[attr-defined]
+    task.plan = {**PAIR, "between": "replicate_sum"}  # type: ignore[attr-defined]
+    assert moved_by(task, None) <= 32
+
+
+def test_a_dropout_before_gathered_columns_draws_what_one_process_draws() -> None:
+    task = Small(lambda: MLP(in_features=WORDS, hidden=(8, 4), out_features=3, dropout=0.5))
+    assert moved_by_dropout(task) <= 32
+
+
+def moved_by_dropout(task: Task) -> float:
+    model = task.build_model()
+    (made,) = task.build_optimizers(model.named_parameters()).values()
+    torch.manual_seed(1)  # as an engine does, by the key of the micro-batch
+    task.loss(task.forward(model, (TOKENS[:4],)), None).backward()  # type: ignore[no-untyped-call]
+    made.step()
+    _, parameters = shared_pool(2).run(step, task, Parallel(), MeshOptions(tp=2))[0]
+    return max(
+        float((parameters[name] - value).abs().max() / value.abs().max()) / U32
+        for name, value in model.state_dict().items()
+    )
