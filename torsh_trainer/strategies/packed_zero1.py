@@ -30,7 +30,9 @@ class PackedZeroRedundancyOptimizer(ZeroRedundancyOptimizer):
             parameters = [p.data for one in groups for p in one["params"]]
             source = dist.get_global_rank(group, rank)
             for parts in _pack(parameters):
-                message = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+                message = (
+                    parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
+                )
                 if len(parts) > 1:
                     arriving.append((message, parts))
                 works.append(dist.broadcast(message, src=source, group=group, async_op=True))
