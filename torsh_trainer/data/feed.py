@@ -230,8 +230,9 @@ def eval_batches(
 ) -> Iterator[tuple[Any, bool]]:
     """This rank's batches of a split, on the device, each with whether it counts.
 
-    Every rank gets as many; ``limit`` bounds them. Batch ``g`` of the split goes to rank
-    ``g % dp_size``. A dataset that is only made now is made under the run's ``seed``.
+    Every rank gets as many. Batch ``g`` of the split goes to rank ``g % dp_size``. ``limit`` is how
+    many global batches of training the samples of all ranks together make at most: the same samples
+    however a batch is divided. A dataset that is only made now is made under the run's ``seed``.
 
     Raises:
         ConfigError: the task has no such split, or it is empty.
@@ -245,15 +246,17 @@ def eval_batches(
     move = mover_to(comm.device)
     size = loading.eval_batch_size or cut.micro_batch_size
     wide = BatchPartition(size * cut.dp_size, size, cut.dp_size, cut.dp_rank)
+    most = None if limit is None else limit * cut.batch_size
     steps: Iterator[tuple[StepPlan, list[Any]]]
     if isinstance(dataset, IterableDataset):
         pin = _pins(loading, comm.device)
-        steps = _one_pass(dataset, loading, wide, collate_of(task), pin, limit)
+        steps = _one_pass(dataset, loading, wide, collate_of(task), pin, most)
     elif len(dataset):
-        sampler = GlobalSampler(len(dataset), wide, seed=0, shuffle=False)
+        samples = min(len(dataset), most or len(dataset))
+        sampler = GlobalSampler(samples, wide, seed=0, shuffle=False)
         steps = itertools.islice(
             _load_batches(sampler, dataset, collate_of(task), loading, comm.device, 0),
-            min(sampler.steps_per_epoch, limit or sampler.steps_per_epoch),
+            sampler.steps_per_epoch,
         )
     else:
         raise ConfigError(f"the {split} data is empty", fix="check the data source's options")
@@ -269,9 +272,13 @@ def _one_pass(
     cut: BatchPartition,
     collate: Callable[[list[Any]], Any],
     pin: bool,
-    limit: int | None,
+    most: int | None,
 ) -> Loaded:
-    """One pass over a whole stream, in its own order: that of one process."""
+    """One pass over a stream, or its first ``most`` samples, in its own order: that of one process.
+    """
+    if most is not None and most % cut.batch_size:
+        dataset, most = _FirstSamples(dataset, most), None
+    limit = None if most is None else most // cut.batch_size
     plain = replace(
         loading,
         num_workers=min(loading.workers, 1),
@@ -281,6 +288,20 @@ def _one_pass(
     )
     stream = Stream(dataset, plain, cut, collate, seed=0, pin=pin, limit=limit, passes=1)
     return stream.steps()
+
+
+class _FirstSamples(IterableDataset[Any]):
+    """The first ``count`` samples of a stream."""
+
+    def __init__(self, stream: IterableDataset[Any], count: int) -> None:
+        self._stream, self._count = stream, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._stream), self._count)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The stream's own, where it has one."""
+        getattr(self._stream, "set_epoch", lambda epoch: None)(epoch)
 
 
 def in_order_of(
