@@ -475,7 +475,7 @@ def _computing(model: nn.Module, plan: ConfigPlan) -> nn.Module:
     """What DeepSpeed wraps, in the precision of the plan."""
     dtype = DTYPES[plan.precision.compute]
     if plan.half:
-        outputs = plan.precision.output_dtype
+        outputs = None if plan.precision.low_outputs else torch.float32
         if plan.stage == 0:
             return modules.ComputeIn(model, dtype, output_dtype=outputs)
         return CastInputs(model, dtype, outputs=outputs)

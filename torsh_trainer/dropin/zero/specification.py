@@ -128,10 +128,7 @@ def _precision(plan: Plan, values: Mapping[str, Any]) -> Precision:
     scaling = LossScaling(**own.pop("loss_scaling", {}))
     params: Any = low if how == "true" else "fp32"
     compute: Any = low
-    is_low = params != "fp32"
-    return Precision(
-        params=params, compute=compute, loss_scaling=scaling, low_outputs=is_low, **own
-    )
+    return Precision(params=params, compute=compute, loss_scaling=scaling, **own)
 
 
 def _schedule(plan: Plan, values: Mapping[str, Any]) -> Any:

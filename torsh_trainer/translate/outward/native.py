@@ -260,6 +260,8 @@ def enter_scripts(table: RuleTable) -> None:
     table.fixed_rules("dead", "sizes below say it", "mesh")
     elsewhere = "strategy.shard_size says it in a way that is translated"
     table.rule("mesh.*")(off(elsewhere, 1, -1))
+    cuts = "it cuts layers over mesh.tp, for which this translation has no key"
+    table.rule("strategy.plan", "strategy.plan.*")(off(cuts, {}))
     table.fixed_rules("dead", why, "trainer", *(f"trainer.{name}" for name in _OF_THE_RUN))
     table.fixed_rules("dead", why, "logger", "logger.*")
     table.fixed_rules("performance-only", "the level of a log", "log_level")
