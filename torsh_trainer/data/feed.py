@@ -274,7 +274,7 @@ def _one_pass(
     pin: bool,
     most: int | None,
 ) -> Loaded:
-    """One pass over a stream, or its first ``most`` samples, in its own order: that of one process."""
+    """One pass over a stream, or its first ``most`` samples, in the order of one process."""
     if most is not None and most % cut.batch_size:
         dataset, most = _FirstSamples(dataset, most), None
     limit = None if most is None else most // cut.batch_size
