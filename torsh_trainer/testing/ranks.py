@@ -330,19 +330,19 @@ def _outcome(place: World | Communicator, payload: bytes) -> bytes:
     """The case run, as a pickled answer; what it raises belongs to the test, whatever it is."""
     try:
         case, args = cloudpickle.loads(payload)
-        return cloudpickle.dumps(_Answer(case(place, *args), groups=_groups()))
+        return cloudpickle.dumps(_Answer(case(place, *args), groups=_count_groups()))
     except BaseException:  # noqa: BLE001 - SystemExit and the like included
         return cloudpickle.dumps(_Answer(None, f"raised\n{traceback.format_exc()}"))
 
 
-def _groups() -> int:
+def _count_groups() -> int:
     """How many process groups of gloo there are here, or its threads for them where more are left.
 
     What an engine's library has destroyed may keep its thread.
     """
     tasks = Path("/proc/self/task").glob("*/comm")
     threads = sum(_text_of(task) == "gloo_tcp_loop\n" for task in tasks)
-    return max(_known_groups(), threads - _MOST_THREADS)
+    return max(_count_known_groups(), threads - _MOST_THREADS)
 
 
 def _text_of(task: Path) -> str:
@@ -352,7 +352,7 @@ def _text_of(task: Path) -> str:
         return ""
 
 
-def _known_groups() -> int:
+def _count_known_groups() -> int:
     made = dist.distributed_c10d._world.pg_map.values() if dist.is_initialized() else ()
     return sum(backend == "gloo" for backend, _ in made)
 
