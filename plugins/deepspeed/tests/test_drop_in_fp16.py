@@ -73,3 +73,21 @@ def test_and_another_window_would_show():
     for (real, _), (_, mine) in zip(both("dynamic_1"), both(WRONG), strict=True):
         with pytest.raises(AssertionError, match=r"of step [78]"):
             same(real, mine, FP32.parameters)
+
+
+WORDS = ("words_1", "words_2")
+"""Run by themselves: after other idioms one loss of the last step was a unit of fp16 apart, on a
+processor that computes in fp16 itself; why is not known."""
+
+
+@cache
+def masked_words(real: bool) -> Path:
+    return run(WORDS, real=real)
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_masked_words_with_states_on_the_host_train_alike(name):
+    for real, mine in zip(
+        read(masked_words(True), name), read(masked_words(False), name), strict=True
+    ):
+        same(real, mine, FP32.parameters)
