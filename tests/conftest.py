@@ -221,7 +221,7 @@ def _python(
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - what Python itself would print at the end
+    except Exception:  # noqa: BLE001 - as Python itself does with it at the end
         traceback.print_exc()
         return 1
     finally:

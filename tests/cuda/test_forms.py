@@ -46,7 +46,7 @@ sys.exit(pytest.main(["-q", "--collect-only", sys.argv[1]], [Printed()]))
 
 
 @pytest.fixture(scope="module")
-def collected() -> dict[str, set[str]]:
+def marks() -> dict[str, set[str]]:
     """Tests of this folder that pytest collects, as ``file.py::name[params]``; their marks."""
     command = [sys.executable, "-c", PRINT_MARKS, str(HERE)]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -56,8 +56,8 @@ def collected() -> dict[str, set[str]]:
 
 
 @pytest.fixture
-def marked(collected: dict[str, set[str]]) -> set[str]:
-    return {test for test, marks in collected.items() if "gpu" in marks}
+def gpu_tests(marks: dict[str, set[str]]) -> set[str]:
+    return {test for test, found in marks.items() if "gpu" in found}
 
 
 def function_of(test: str) -> str:
@@ -65,12 +65,12 @@ def function_of(test: str) -> str:
 
 
 def test_each_test_of_a_gpu_has_a_form_without_one(
-    collected: dict[str, set[str]], marked: set[str]
+    marks: dict[str, set[str]], gpu_tests: set[str]
 ) -> None:
-    plain = {function_of(test) for test in collected.keys() - marked}
-    assert marked
-    contracts = {t for t in marked if t.startswith("test_contracts.py")}
-    lacking = {function_of(test) for test in marked - contracts} - plain
+    plain = {function_of(test) for test in marks.keys() - gpu_tests}
+    assert gpu_tests
+    contracts = {t for t in gpu_tests if t.startswith("test_contracts.py")}
+    lacking = {function_of(test) for test in gpu_tests - contracts} - plain
     assert lacking == ONLY_WITH_TWO
     assert {test.split("::")[1] for test in contracts} == set(CONTRACTS_ON_CPUS)
 
@@ -82,10 +82,10 @@ def test_the_forms_of_the_contracts_exist(repository: Path) -> None:
         assert re.search(rf"^class {name}\(\w+Contract\)", text, re.MULTILINE), where
 
 
-def test_what_needs_two_gpus_is_marked_so(collected: dict[str, set[str]], marked: set[str]) -> None:
-    two = {t for t in marked if "cuda-2" in t or "OnTwo" in t or function_of(t) in ONLY_WITH_TWO}
+def test_what_needs_two_gpus_is_marked_so(marks: dict[str, set[str]], gpu_tests: set[str]) -> None:
+    two = {t for t in gpu_tests if "cuda-2" in t or "OnTwo" in t or function_of(t) in ONLY_WITH_TWO}
     assert two
-    assert {test for test, marks in collected.items() if "gpus" in marks} == two
+    assert {test for test, found in marks.items() if "gpus" in found} == two
 
 
 @pytest.mark.parametrize(

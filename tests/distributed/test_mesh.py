@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +17,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from torsh_trainer.callbacks.base import Callback, EvaluationReport, StepReport
-from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.compression.quantised import Int8
-from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.mesh import Groups, Mesh, MeshOptions
 from torsh_trainer.optim.optimizers import OptimizerSpec
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.builtin import Gloo
 from torsh_trainer.strategies.ddp import DDP
-from torsh_trainer.strategies.dividing import divide
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.testing.mesh import ReplicatedModel
 from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.resuming import as_dicts, differences
-from torsh_trainer.testing.state import whole_state
+from torsh_trainer.testing.whole_runs import RunOutcome, run_on_rank
 from torsh_trainer.training.loop import Loop
-from torsh_trainer.training.rank_run import RankRun
-from torsh_trainer.training.run_parts import RunParts
 from torsh_trainer.training.trainer import Trainer
 
 ALL_DATA = MeshOptions()
@@ -88,32 +80,6 @@ class Weighted(Task):
 
 
 @dataclass(frozen=True)
-class Numbers(Callback):
-    """Keeps what is reported."""
-
-    losses: dict[int, float] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-    metrics: dict[int, float] = field(default_factory=dict)
-
-    def on_step(self, report: StepReport) -> None:
-        numbers = report.metrics or {}
-        self.losses[report.step] = numbers["loss"]
-        self.norms[report.step] = numbers["grad_norm"]
-
-    def on_evaluate(self, report: EvaluationReport) -> None:
-        self.metrics[report.step] = report.metrics["loss"]
-
-
-@dataclass
-class Outcome:
-    losses: dict[int, float]
-    norms: dict[int, float]
-    metrics: dict[int, float]
-    parameters: dict[str, Tensor]
-    predictions: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Kind:
     """What is asked of a run beside the plainest."""
 
@@ -154,11 +120,11 @@ def trainer(kind: Kind, strategy: Strategy, mesh: MeshOptions = ALL_DATA) -> Tra
     )
 
 
-def plain(kind: Kind) -> Outcome:
+def plain(kind: Kind) -> RunOutcome:
     """The same training in one loop over whole batches."""
     model = Weighted(OptimizerSpec()).build_model()
     made = getattr(torch.optim, kind.optimizer)(model.parameters(), lr=kind.lr, weight_decay=0.0)
-    outcome = Outcome({}, {}, {}, {})
+    outcome = RunOutcome()
     averages: dict[str, Tensor] = {}
     batches = [range(start, min(start + BATCH, SAMPLES)) for start in range(0, SAMPLES, BATCH)]
     for step in range(1, STEPS + 1):
@@ -185,50 +151,17 @@ def plain(kind: Kind) -> Outcome:
     return outcome
 
 
-def live(
-    comm: Communicator,
-    made: Trainer,
-    folder: Path,
-    until: int = STEPS,
-    wrong: Callable[[], None] | None = None,
-) -> Outcome:
-    """A run of ``made`` up to a step on this rank, and what came of it."""
-    numbers = Numbers()
-    if wrong is not None:
-        wrong()
-    assert isinstance(made.strategy, Strategy)
-    strategy, mesh = divide(comm.world, made.strategy, made.mesh)
-    if not strategy.needs_process_group(comm.world):
-        comm = LocalCommunicator(comm.device)
-    saves = CheckpointOptions(dir=str(folder / "saved"), check_loaded=True)
-    made = replace(made, callbacks=(numbers,), checkpoint=saves, stages=("fit", "predict"))
-    made = replace(made, max_steps=until)
-    parts = RunParts(made, comm.world, comm, mesh, strategy, folder)
-    run = RankRun(parts, began=time.perf_counter())
-    try:
-        run.run()
-        state = whole_state(parts.engine.state_dict(), parts.groups.data)
-    finally:
-        run.close()
-    comm.barrier()
-    outputs = torch.load(folder / "predictions.pt")
-    return Outcome(numbers.losses, numbers.norms, numbers.metrics, state["model"], outputs)
-
-
-def check(outcome: Outcome, expected: Outcome, *, first: int = 1) -> None:
+def check(outcome: RunOutcome, expected: RunOutcome, *, first: int = 1) -> None:
     """Every quantity that began at step ``first`` equals the plain loop's."""
-    for name in ("losses", "norms", "metrics"):
-        ours, theirs = getattr(outcome, name), getattr(expected, name)
-        assert set(ours) == {step for step in theirs if step >= first}, name
-        for step in ours:
-            assert ours[step] == pytest.approx(theirs[step], rel=2e-5), f"{name} of step {step}"
+    for what, ours, theirs in outcome.pair_numbers(expected, first=first):
+        assert ours == pytest.approx(theirs, rel=2e-5), what
     for name, value in expected.parameters.items():
         torch.testing.assert_close(outcome.parameters[name], value, rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(outcome.predictions, expected.predictions, rtol=2e-5, atol=2e-6)
 
 
-def on_four(made: Trainer, folder: Path, *args: Any) -> list[Outcome]:
-    answers = shared_pool(4).run(live, made, folder, *args)
+def on_four(made: Trainer, folder: Path, *args: Any) -> list[RunOutcome]:
+    answers = shared_pool(4).run(run_on_rank, made, folder, *args)
     for mine, first in ((1, 0), (3, 2)):
         differing = differences(as_dicts(answers[mine]), as_dicts(answers[first]))
         assert not differing, f"rank {mine} has the samples of rank {first}, and not {differing}"
@@ -266,7 +199,7 @@ def written(folder: Path) -> tuple[int, set[str]]:
 def test_a_checkpoint_has_every_byte_once(strategy: Strategy, tmp_path: Path) -> None:
     kind = KINDS["adamw"]
     on_four(trainer(kind, strategy, TWO_BY_TWO), tmp_path / "mesh")
-    shared_pool(2).run(live, trainer(kind, strategy), tmp_path / "two")
+    shared_pool(2).run(run_on_rank, trainer(kind, strategy), tmp_path / "two")
     size, ranks = written(tmp_path / "mesh")
     assert (size, ranks) == written(tmp_path / "two")
     assert ranks == {"rank_0", "rank_1"}
@@ -289,9 +222,9 @@ def test_a_run_goes_on_on_another_mesh(
     there = (ranks, trainer(kind, strategy, mesh))
     here = (4, trainer(kind, DDP(), TWO_BY_TWO))
     first, second = (here, there) if goes_to else (there, here)
-    shared_pool(first[0]).run(live, first[1], tmp_path, 3)
+    shared_pool(first[0]).run(run_on_rank, first[1], tmp_path, 3)
     expected = plain(kind)
-    for outcome in shared_pool(second[0]).run(live, second[1], tmp_path):
+    for outcome in shared_pool(second[0]).run(run_on_rank, second[1], tmp_path):
         check(outcome, expected, first=4)
 
 
@@ -300,7 +233,7 @@ def test_compressed_gradients_are_those_of_two_ranks(tmp_path: Path) -> None:
     for strategy, memory in ((DDP(), "residual"), (Gloo(), "residual"), (FSDP(), "none")):
         made = replace(trainer(kind, strategy), compression=Int8(memory=memory))
         folder = tmp_path / strategy.name
-        two = shared_pool(2).run(live, made, folder / "two")
+        two = shared_pool(2).run(run_on_rank, made, folder / "two")
         four = on_four(replace(made, mesh=TWO_BY_TWO), folder / "mesh")
         assert not differences(as_dicts(four[::2]), as_dicts(two))
 
@@ -360,7 +293,7 @@ def test_a_loop_that_adds_losses_up_over_the_world_is_found_out(tmp_path: Path) 
     pool = shared_pool(4)
     made = trainer(KINDS["sgd"], DDP(), TWO_BY_TWO)
     try:
-        outcomes = pool.run(live, made, tmp_path, STEPS, lambda: _lose_groups("loss"))
+        outcomes = pool.run(run_on_rank, made, tmp_path, STEPS, lambda: _lose_groups("loss"))
     finally:
         pool.close()  # its processes have the wrong loop
     with pytest.raises(AssertionError, match="losses of step 1"):

@@ -6,9 +6,9 @@ the largest element of a tensor (2^-24 of it).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from torsh_trainer.callbacks.base import Callback, EvaluationReport, StepReport
-from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.mesh import Groups, MeshOptions
 from torsh_trainer.optim.optimizers import OptimizerSpec
@@ -45,8 +42,7 @@ from torsh_trainer.tasks.models import GPT, MLP
 from torsh_trainer.testing.compare import U32
 from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.state import whole_state
-from torsh_trainer.training.rank_run import RankRun
-from torsh_trainer.training.run_parts import RunParts
+from torsh_trainer.testing.whole_runs import RunOutcome, run_on_rank
 from torsh_trainer.training.trainer import Trainer
 
 WORDS, LENGTH, STEPS, BATCH = 20, 6, 4, 4
@@ -60,6 +56,7 @@ MESHES: dict[str, tuple[int, MeshOptions]] = {
 }
 
 ALL_DATA, PARALLEL = MeshOptions(), Parallel()
+run_saving_async = partial(run_on_rank, mode="async")
 
 
 class Source(DataSource):
@@ -104,31 +101,6 @@ class Words(Task):
 
 
 @dataclass(frozen=True)
-class Numbers(Callback):
-    """Keeps what is reported."""
-
-    losses: dict[int, float] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-    metrics: dict[int, float] = field(default_factory=dict)
-
-    def on_step(self, report: StepReport) -> None:
-        numbers = report.metrics or {}
-        self.losses[report.step], self.norms[report.step] = numbers["loss"], numbers["grad_norm"]
-
-    def on_evaluate(self, report: EvaluationReport) -> None:
-        self.metrics[report.step] = report.metrics["loss"]
-
-
-@dataclass
-class Outcome:
-    losses: dict[int, float]
-    norms: dict[int, float]
-    metrics: dict[int, float]
-    parameters: dict[str, Tensor]
-    predictions: Tensor
-
-
-@dataclass(frozen=True)
 class Kind:
     """What is asked of a run, and how far it may be from the plain loop: relative, and in units of
     the largest element of a parameter."""
@@ -170,12 +142,12 @@ def trainer(kind: Kind, strategy: Strategy, mesh: MeshOptions = ALL_DATA) -> Tra
     )
 
 
-def plain(kind: Kind) -> Outcome:
+def plain(kind: Kind) -> RunOutcome:
     """The same training in one loop over whole batches."""
     task = kind.task
     model = task.build_model()
     (made,) = kind.optimizer.build_all(model.named_parameters()).values()
-    outcome = Outcome({}, {}, {}, {}, torch.empty(0))
+    outcome = RunOutcome()
     batches = [TOKENS[start : start + BATCH] for start in range(0, len(TOKENS), BATCH)]
     for step in range(1, STEPS + 1):
         batch = (batches[(step - 1) % len(batches)],)
@@ -194,45 +166,12 @@ def plain(kind: Kind) -> Outcome:
     return outcome
 
 
-def live(
-    comm: Communicator,
-    made: Trainer,
-    folder: Path,
-    until: int = STEPS,
-    wrong: Callable[[], None] | None = None,
-) -> Outcome:
-    """A run of ``made`` up to a step on this rank, and what came of it."""
-    numbers = Numbers()
-    if wrong is not None:
-        wrong()
-    assert isinstance(made.strategy, Strategy)
-    strategy, mesh = divide(comm.world, made.strategy, made.mesh)
-    if not strategy.needs_process_group(comm.world):
-        comm = LocalCommunicator(comm.device)
-    saves = CheckpointOptions(dir=str(folder / "saved"), check_loaded=True, mode="async")
-    made = replace(made, callbacks=(numbers,), checkpoint=saves, stages=("fit", "predict"))
-    made = replace(made, max_steps=until)
-    parts = RunParts(made, comm.world, comm, mesh, strategy, folder)
-    run = RankRun(parts, began=time.perf_counter())
-    try:
-        run.run()
-        state = whole_state(parts.engine.state_dict(), parts.groups.data)
-    finally:
-        run.close()
-    comm.barrier()
-    outputs = torch.load(folder / "predictions.pt")
-    return Outcome(numbers.losses, numbers.norms, numbers.metrics, state["model"], outputs)
-
-
-def check(outcome: Outcome, kind: Kind, *, first: int = 1) -> None:
+def check(outcome: RunOutcome, kind: Kind, *, first: int = 1) -> None:
     """Every quantity that began at step ``first`` is that of the plain loop."""
     expected = plain(kind)
-    for name in ("losses", "norms", "metrics"):
-        ours, theirs = getattr(outcome, name), getattr(expected, name)
-        assert set(ours) == {step for step in theirs if step >= first}, name
-        for step in ours:
-            away = abs(ours[step] - theirs[step]) / theirs[step]
-            assert away <= kind.relative, f"{name} of step {step}: {away / U32:.1f} u"
+    for what, ours, theirs in outcome.pair_numbers(expected, first=first):
+        away = abs(ours - theirs) / theirs
+        assert away <= kind.relative, f"{what}: {away / U32:.1f} u"
     assert set(outcome.parameters) == set(expected.parameters)
     for name, value in expected.parameters.items():
         away = float((outcome.parameters[name] - value).abs().max() / value.abs().max())
@@ -248,7 +187,9 @@ def test_a_run_equals_a_plain_loop(
     place: tuple[int, MeshOptions], kind: Kind, tmp_path: Path
 ) -> None:
     ranks, mesh = place
-    for outcome in shared_pool(ranks).run(live, trainer(kind, Parallel(), mesh), tmp_path):
+    for outcome in shared_pool(ranks).run(
+        run_saving_async, trainer(kind, Parallel(), mesh), tmp_path
+    ):
         check(outcome, kind)
 
 
@@ -270,17 +211,19 @@ def test_a_run_goes_on_on_another_mesh(
     there = (ranks, trainer(ADAMW, strategy, mesh))
     here = (4, trainer(ADAMW, Parallel(), MeshOptions(tp=2)))
     first, second = (here, there) if goes_to else (there, here)
-    shared_pool(first[0]).run(live, first[1], tmp_path, 2)
-    for outcome in shared_pool(second[0]).run(live, second[1], tmp_path):
+    shared_pool(first[0]).run(run_saving_async, first[1], tmp_path, 2)
+    for outcome in shared_pool(second[0]).run(run_saving_async, second[1], tmp_path):
         check(outcome, ADAMW, first=3)
 
 
 def test_a_run_that_goes_on_there_has_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
     made = trainer(ADAMW, Parallel(), MeshOptions(tp=2))
     pool = shared_pool(2)
-    whole = pool.run(live, made, tmp_path / "whole")
-    pool.run(live, made, tmp_path / "cut", 2)
-    for through, resumed in zip(whole, pool.run(live, made, tmp_path / "cut"), strict=True):
+    whole = pool.run(run_saving_async, made, tmp_path / "whole")
+    pool.run(run_saving_async, made, tmp_path / "cut", 2)
+    for through, resumed in zip(
+        whole, pool.run(run_saving_async, made, tmp_path / "cut"), strict=True
+    ):
         assert resumed.losses == {step: through.losses[step] for step in (3, 4)}
         for name, value in through.parameters.items():
             assert torch.equal(resumed.parameters[name], value), name
@@ -290,9 +233,9 @@ def test_a_dropout_outside_of_cut_layers_draws_by_sample_what_one_process_draws(
     tmp_path: Path,
 ) -> None:
     kind = replace(SGD, dropout=0.4)
-    (one,) = shared_pool(1).run(live, trainer(kind, Single()), tmp_path / "one")
+    (one,) = shared_pool(1).run(run_saving_async, trainer(kind, Single()), tmp_path / "one")
     made = trainer(kind, Parallel(), MeshOptions(tp=2))
-    for ours in shared_pool(4).run(live, made, tmp_path / "mesh"):
+    for ours in shared_pool(4).run(run_saving_async, made, tmp_path / "mesh"):
         for step, loss in one.losses.items():
             assert abs(ours.losses[step] - loss) / loss <= kind.relative, f"step {step}"
     undropped = plain(SGD).losses
@@ -574,11 +517,11 @@ def test_what_stands_beside_no_cut_layers_is_refused(strategy: Strategy, words: 
 def _move_one() -> None:
     right = layers._rowwise
 
-    def made(module: Any, name: str, style: Any, comm: Communicator) -> Any:
+    def make_drifting(module: Any, name: str, style: Any, comm: Communicator) -> Any:
         inner = right(module, name, style, comm)
         return lambda x: inner(x) * (1.0 + comm.rank * 1e-6)
 
-    layers._rowwise = made
+    layers._rowwise = make_drifting
 
 
 def test_whole_parameters_that_drift_apart_are_found_out() -> None:

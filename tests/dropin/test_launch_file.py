@@ -11,8 +11,6 @@ from torsh_trainer.__main__ import main
 from torsh_trainer.dropin.launch_file import take_line
 from torsh_trainer.errors import ConfigError
 
-pytest.importorskip("tree_sitter_bash")
-
 SHIM = """#!/bin/sh
 printf '%s\\0' "$@" > "$OUT"
 printf '%s' "$PWD|$OMP_NUM_THREADS|$SEEN|$HIDDEN|$GONE" > "$OUT.env"

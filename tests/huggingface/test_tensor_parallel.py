@@ -96,19 +96,19 @@ def test_a_step_by_the_models_own_plan_is_a_few_units_from_a_plain_one(name: str
     ],
 )
 def test_what_cannot_be_cut_is_one_sentence(knobs: dict[str, Any], words: str) -> None:
-    def refused(comm: Communicator) -> str:
+    def try_engine(comm: Communicator) -> str:
         try:
             train(comm, ("llama", {**LLAMA, **knobs}, False))
         except Exception as error:  # noqa: BLE001 - the test looks at it
             return f"{type(error).__name__}: {error}"
         return ""
 
-    for said in shared_pool(2).run(refused):
+    for said in shared_pool(2).run(try_engine):
         assert words in said, said
 
 
 def test_a_model_without_a_plan_is_told_to_write_one() -> None:
-    def refused(comm: Communicator) -> str:
+    def try_engine(comm: Communicator) -> str:
         gpt2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32}
         try:
             train(comm, ("gpt2", gpt2, False))
@@ -116,6 +116,6 @@ def test_a_model_without_a_plan_is_told_to_write_one() -> None:
             return str(error)
         return ""
 
-    for said in shared_pool(2).run(refused):
+    for said in shared_pool(2).run(try_engine):
         assert "mesh.tp=2 needs a plan" in said, said
         assert "GPT2LMHeadModel" in said, said

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import click
 import pytest
 
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.launch.translator import LaunchTranslator
-
-click = pytest.importorskip("click")
 
 COMMAND = """
 @click.command()

@@ -29,8 +29,6 @@ from torsh_trainer.translate.launch.translator import LaunchTranslator
 from torsh_trainer.translate.plan import Finding, Plan
 from torsh_trainer.translate.recipe import recipe_of
 
-pytest.importorskip("tree_sitter_bash")
-
 FILES = Path(__file__).parent / "launch_files"
 
 
@@ -71,7 +69,8 @@ def takes_of(table) -> dict[str, int]:
 
 
 def test_every_flag_of_torchrun_has_a_row():
-    run = pytest.importorskip("torch.distributed.run")
+    from torch.distributed import run
+
     wanted = flags_of(run.get_args_parser())
     mine = takes_of(torch_flags.TABLE)
     assert {flag: mine.get(flag) for flag in wanted} == wanted
@@ -79,14 +78,16 @@ def test_every_flag_of_torchrun_has_a_row():
 
 
 def test_every_flag_of_accelerate_launch_has_a_row():
-    launch = pytest.importorskip("accelerate.commands.launch")
+    from accelerate.commands import launch
+
     wanted = flags_of(launch.launch_command_parser())
     mine = takes_of(accelerate_flags.TABLE)
     assert {flag: mine.get(flag) for flag in wanted} == wanted
 
 
 def test_every_flag_of_deepspeed_has_a_row(monkeypatch):
-    runner = pytest.importorskip("deepspeed.launcher.runner")
+    from deepspeed.launcher import runner
+
     seen: list[argparse.ArgumentParser] = []
     monkeypatch.setattr(
         argparse.ArgumentParser, "parse_args", lambda self, args=None: seen.append(self)
@@ -99,7 +100,8 @@ def test_every_flag_of_deepspeed_has_a_row(monkeypatch):
 
 
 def test_every_argument_of_the_trainer_has_a_row():
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     names = {f"--{field.name}" for field in dataclasses.fields(transformers.TrainingArguments)}
     assert names <= set(trainer_arguments.TABLE)
     for name, outcome in trainer_arguments.DEFAULTS.items():
@@ -109,7 +111,8 @@ def test_every_argument_of_the_trainer_has_a_row():
 
 
 def test_arguments_that_deepspeed_gives_to_any_script_have_a_row():
-    deepspeed = pytest.importorskip("deepspeed")
+    import deepspeed
+
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     known = script_arguments.table_of_family("")
     assert {flag for flag in flags_of(parser) if "deepscale" not in flag} <= set(known)

@@ -6,11 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from torsh_trainer.__main__ import main
-
-pytest.importorskip("tree_sitter_bash")
 
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 

@@ -9,8 +9,6 @@ import pytest
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.launch.translator import LaunchTranslator
 
-pytest.importorskip("tree_sitter_bash")
-
 LINE = "torchrun --nproc_per_node 2 train.py\n"
 
 

@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.launch.translator import LaunchTranslator
 from torsh_trainer.translate.python.training_arguments import TRAINING_ARGUMENTS, UNSTEADY
-
-transformers = pytest.importorskip("transformers")
 
 CLASSES = """
 from dataclasses import dataclass, field

@@ -15,8 +15,6 @@ from torsh_trainer.translate.shell.arithmetic import compute
 from torsh_trainer.translate.shell.script import commands, read_script
 from torsh_trainer.translate.shell.words import GPUS, plain
 
-pytest.importorskip("tree_sitter_bash")
-
 
 def words(text: str, **known: str) -> list[list[str]]:
     """The words of every command of ``text``."""

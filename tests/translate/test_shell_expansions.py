@@ -10,8 +10,6 @@ from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.launch.translator import LaunchTranslator
 from torsh_trainer.translate.shell.script import commands
 
-pytest.importorskip("tree_sitter_bash")
-
 SETS = 'A=a; E=""; S="a b"; N=2; ARR=(x "y z" w); '
 EXPANSIONS = [
     r"""${x:-""}""",

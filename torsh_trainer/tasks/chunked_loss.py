@@ -10,6 +10,7 @@ them it rounds the loss itself to bf16, and torch.compile falls back at it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ _CHUNK_BYTES = 2**27
 """Of a chunk's logits in fp32."""
 _PAYS_FROM = 4
 """So many chunks of logits at least; below, whole logits cost little memory and are as fast."""
+
+
+ScoreChunk = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From the logits of a chunk, (rows, vocabulary), and its targets: the summed loss, and its
+gradient by the logits in fp32, which may lie in their memory."""
 
 
 def chunk_rows(vocabulary: int) -> int:
@@ -44,20 +50,23 @@ def sum_of_losses(
     bias: Tensor | None = None,
     words: int | None = None,
     rows: int | None = None,
+    score: ScoreChunk | None = None,
 ) -> Tensor:
     """The summed cross entropy of ``F.linear(hidden, weight, bias)``, in fp32 and 0-dim.
 
     ``hidden`` is (..., width), ``weight`` (vocabulary, width), ``bias`` (vocabulary,), ``targets``
     (...) int64, where ``IGNORED`` does not count. ``words`` are the rows of ``weight`` that stand
     for a word: the others, at its end, have no part in the softmax. ``rows`` are the tokens of a
-    chunk. The product is computed in autocast's dtype where that is on, else in ``hidden``'s.
+    chunk. ``score`` takes the place of the softmax over the rows of ``weight``, where other
+    processes have others. The product is computed in autocast's dtype where that is on, else in
+    ``hidden``'s.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     words = weight.shape[0] if words is None else words
     rows = chunk_rows(weight.shape[0]) if rows is None else rows
     total: Tensor = _SumOfLosses.apply(
-        hidden.flatten(0, -2), weight, bias, targets.flatten(), dtype, words, rows
+        hidden.flatten(0, -2), weight, bias, targets.flatten(), dtype, words, rows, score
     )
     return total
 
@@ -73,6 +82,7 @@ class _SumOfLosses(torch.autograd.Function):
         dtype: torch.dtype,
         words: int,
         rows: int,
+        score: ScoreChunk | None,
     ) -> Tensor:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         inputs, factors = hidden.to(dtype), weight.to(dtype)
@@ -87,7 +97,10 @@ class _SumOfLosses(torch.autograd.Function):
             for start in range(0, inputs.shape[0], rows):
                 part, wanted = inputs[start : start + rows], targets[start : start + rows]
                 logits = F.linear(part, factors, offset)
-                loss, error = _loss_and_error(logits, wanted, words)
+                if score is None:
+                    loss, error = _loss_and_error(logits, wanted, words)
+                else:
+                    loss, error = score(logits, wanted)
                 total += loss
                 if of_hidden or of_weight or of_bias:
                     lower = error.to(dtype)
@@ -108,7 +121,7 @@ class _SumOfLosses(torch.autograd.Function):
             None if gradient is None else (gradient * scale).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _loss_and_error(logits: Tensor, targets: Tensor, words: int) -> tuple[Tensor, Tensor]:

@@ -6,16 +6,14 @@ chunk: the largest score, the sum of exponentials, and the score of the target, 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.strategies.tensor_parallel.functions import copy_to_parts
-from torsh_trainer.tasks.chunked_loss import IGNORED, chunk_rows
+from torsh_trainer.tasks.chunked_loss import IGNORED, chunk_rows, sum_of_losses
 
 
 def sum_of_losses_of_parts(
@@ -27,56 +25,17 @@ def sum_of_losses_of_parts(
     one's rows; ``targets`` (...) int64, where ``IGNORED`` does not count. ``words`` are the rows of
     the whole weight that stand for a word. Computed in the dtype that ``sum_of_losses`` takes.
     """
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    inputs = copy_to_parts(hidden.flatten(0, -2), comm)
-    total: Tensor = _SumOfLosses.apply(inputs, weight, targets.flatten(), dtype, words, comm)
-    return total
+    score = partial(_score_parts, words=words, comm=comm)
+    rows = chunk_rows(weight.shape[0] * comm.size)
+    inputs = copy_to_parts(hidden, comm)
+    return sum_of_losses(inputs, weight, targets, rows=rows, score=score)
 
 
-class _SumOfLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        dtype: torch.dtype,
-        words: int,
-        comm: Communicator,
-    ) -> Tensor:
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
-        inputs, factors = hidden.to(dtype), weight.to(dtype)
-        gradient = torch.empty_like(inputs) if of_hidden else None
-        of_factors = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        rows = chunk_rows(weight.shape[0] * comm.size)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, inputs.shape[0], rows):
-                part, wanted = inputs[start : start + rows], targets[start : start + rows]
-                scores = F.linear(part, factors).float()
-                total += _turn_into_error(scores, wanted, words, comm)
-                lower = scores.to(dtype)
-                if gradient is not None:
-                    torch.mm(lower, factors, out=gradient[start : start + rows])
-                if of_factors is not None:
-                    of_factors += lower.t() @ part
-        ctx.save_for_backward(gradient, of_factors)
-        ctx.dtypes = hidden.dtype, weight.dtype
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [
-            None if gradient is None else (gradient * scale).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return *scaled, None, None, None, None
-
-
-def _turn_into_error(scores: Tensor, targets: Tensor, words: int, comm: Communicator) -> Tensor:
-    """The summed loss of a chunk; ``scores``, (rows, own words), become its gradient by logits."""
+def _score_parts(
+    logits: Tensor, targets: Tensor, *, words: int, comm: Communicator
+) -> tuple[Tensor, Tensor]:
+    """The summed loss of a chunk, and its gradient by ``logits``, (rows, own words)."""
+    scores = logits.float()
     own = scores.shape[1]
     first = comm.rank * own
     scores[:, max(0, words - first) :] = -torch.inf
@@ -96,4 +55,4 @@ def _turn_into_error(scores: Tensor, targets: Tensor, words: int, comm: Communic
     scores /= parts
     scores.scatter_add_(1, column, torch.where(mine.unsqueeze(1), -1.0, 0.0))
     scores.masked_fill_(~counts.unsqueeze(1), 0.0)
-    return loss
+    return loss, scores

@@ -26,7 +26,9 @@ def zero(stage, parameters=False):
     return block
 
 
-def offloaded(stage, optimizer=KERNEL, dtype="fp32", accumulate=1, clip=0.0, parameters=False):
+def train_offloaded(
+    stage, optimizer=KERNEL, dtype="fp32", accumulate=1, clip=0.0, parameters=False
+):
     if dtype == "fp16":
         allow_fp16()
     engine, *_ = start(
@@ -56,15 +58,17 @@ def made_by_the_script(stage):
 
 
 IDIOMS = {
-    **{f"kernel_{n}": lambda n=n: offloaded(n) for n in (1, 2, 3)},
-    **{f"torch_{n}": lambda n=n: offloaded(n, TORCHS, clip=0.05) for n in (1, 2, 3)},
-    **{f"accumulated_{n}": lambda n=n: offloaded(n, TORCHS, accumulate=2) for n in (1, 2, 3)},
+    **{f"kernel_{n}": lambda n=n: train_offloaded(n) for n in (1, 2, 3)},
+    **{f"torch_{n}": lambda n=n: train_offloaded(n, TORCHS, clip=0.05) for n in (1, 2, 3)},
+    **{f"accumulated_{n}": lambda n=n: train_offloaded(n, TORCHS, accumulate=2) for n in (1, 2, 3)},
     **{f"script_{n}": lambda n=n: made_by_the_script(n) for n in (1, 2, 3)},
-    "parameters": lambda: offloaded(3, TORCHS, clip=0.05, parameters=True),
+    "parameters": lambda: train_offloaded(3, TORCHS, clip=0.05, parameters=True),
     **{
-        f"{dtype}_{n}": lambda n=n, dtype=dtype: offloaded(n, TORCHS, dtype, accumulate=2)
+        f"{dtype}_{n}": lambda n=n, dtype=dtype: train_offloaded(n, TORCHS, dtype, accumulate=2)
         for n in (1, 2, 3)
         for dtype in ("bf16", "fp16")
     },
-    "wrong_rate": lambda: offloaded(2, {**TORCHS, "params": {**TORCHS["params"], "lr": 0.0101}}),
+    "wrong_rate": lambda: train_offloaded(
+        2, {**TORCHS, "params": {**TORCHS["params"], "lr": 0.0101}}
+    ),
 }

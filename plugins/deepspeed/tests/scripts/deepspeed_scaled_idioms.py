@@ -33,7 +33,7 @@ def number(value):
     return value if math.isfinite(value) else "not finite" if math.isnan(value) else str(value)
 
 
-def scaled(
+def train_scaled(
     stage=1, fp16=OVERFLOWS, accumulate=1, clip=0.0, optimizer=SGD, widens=True, infinite_at=None
 ):
     """``infinite_at``: a step at which one process has an input that is not finite."""
@@ -75,19 +75,19 @@ def scaled(
 
 FIXED = {"enabled": True, "loss_scale": 64}
 IDIOMS = {
-    **{f"dynamic_{n}": lambda n=n: scaled(n) for n in range(4)},
-    **{f"infinite_{n}": lambda n=n: scaled(n, infinite_at=INFINITE_AT) for n in (1, 2, 3)},
-    **{f"fixed_{n}": lambda n=n: scaled(n, FIXED, 2, clip=0.05) for n in (1, 2, 3)},
+    **{f"dynamic_{n}": lambda n=n: train_scaled(n) for n in range(4)},
+    **{f"infinite_{n}": lambda n=n: train_scaled(n, infinite_at=INFINITE_AT) for n in (1, 2, 3)},
+    **{f"fixed_{n}": lambda n=n: train_scaled(n, FIXED, 2, clip=0.05) for n in (1, 2, 3)},
     **{
-        f"fixed_infinite_{n}": lambda n=n: scaled(n, FIXED, infinite_at=INFINITE_AT)
+        f"fixed_infinite_{n}": lambda n=n: train_scaled(n, FIXED, infinite_at=INFINITE_AT)
         for n in (1, 2, 3)
     },
     **{
-        f"adamw_{n}": lambda n=n: scaled(n, accumulate=2, clip=0.05, optimizer=ADAMW)
+        f"adamw_{n}": lambda n=n: train_scaled(n, accumulate=2, clip=0.05, optimizer=ADAMW)
         for n in (1, 2, 3)
     },
-    **{f"low_loss_{n}": lambda n=n: scaled(n, widens=False) for n in (1, 2, 3)},
+    **{f"low_loss_{n}": lambda n=n: train_scaled(n, widens=False) for n in (1, 2, 3)},
     # What stage 0, which knows no hysteresis, is meant to do.
-    "meant_0": lambda: scaled(1, {**OVERFLOWS, "hysteresis": 1}),
-    "wrong_window": lambda: scaled(fp16={**OVERFLOWS, "loss_scale_window": 4}),
+    "meant_0": lambda: train_scaled(1, {**OVERFLOWS, "hysteresis": 1}),
+    "wrong_window": lambda: train_scaled(fp16={**OVERFLOWS, "loss_scale_window": 4}),
 }
