@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torsh_trainer.errors import ConfigError, TorshError
@@ -109,6 +109,12 @@ class LaunchJob:
     lacks_file: bool = False
     facts: dict[str, Fact] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)
+
+    def ask(self, fact: Fact) -> None:
+        """Enters a question, once for each name."""
+        earlier = self.facts.setdefault(fact.name, fact)
+        if fact.used not in earlier.used and earlier is not fact:
+            self.facts[fact.name] = replace(earlier, used=f"{earlier.used}, {fact.used}")
 
     def argument(self, name: str) -> StatedFlag | None:
         """The last argument of the script of that name."""

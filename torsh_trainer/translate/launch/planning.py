@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torsh_trainer.errors import ConfigError, ResourceError, nearest
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.deepspeed import keys, versions
 from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
@@ -20,91 +18,31 @@ from torsh_trainer.translate.launch import fsdp_file, trainer_arguments
 from torsh_trainer.translate.launch.commands import write_command
 from torsh_trainer.translate.launch.configuration import (
     FileFinder,
-    list_keys,
-    read_accelerate,
-    read_argument_file,
-    read_deepspeed,
     settings_for,
 )
+from torsh_trainer.translate.launch.findings import ASKED, JobFindings
 from torsh_trainer.translate.launch.flags import FlagTable, StatedFlag, find_row
-from torsh_trainer.translate.launch.fsdp_file import read_fsdp_file
-from torsh_trainer.translate.launch.job import AUTO, Asked, LaunchJob, LaunchLine, WorldShape
-from torsh_trainer.translate.launch.lines import PYTHON, launcher_named, read_arguments
+from torsh_trainer.translate.launch.job import AUTO, Asked, LaunchLine
+from torsh_trainer.translate.launch.lines import PYTHON, launcher_named
+from torsh_trainer.translate.launch.preparing import PreparedJob, prepare_job
 from torsh_trainer.translate.launch.script_arguments import (
     FAMILIES,
-    find_family,
     table_of_family,
 )
-from torsh_trainer.translate.launch.script_defaults import read_script_defaults
 from torsh_trainer.translate.launch.scripts import (
     LineOfScript,
     ScriptKind,
-    find_kind,
-    has_trainer,
 )
 from torsh_trainer.translate.launch.variables import is_deciding, judge_variable
 from torsh_trainer.translate.outcomes import Outcome, exact
-from torsh_trainer.translate.plan import Fact, Finding, Plan
+from torsh_trainer.translate.plan import Fact, Plan
 from torsh_trainer.translate.python.arguments import read_words
-from torsh_trainer.translate.reading import Document, text_of
 from torsh_trainer.translate.shell.words import Word
-from torsh_trainer.utils.masking import MASK, is_secret, mask_text
 
 _SHORTEST = 9
 """Letters of an abbreviation that is taken for an argument of a family."""
 
-_ASKED = "asked below: only you know it"
 _OWN = "the script's own: your task takes what it stands for"
-
-
-@dataclass
-class _Findings:
-    """What a job comes to: findings in their order, options of groups, and knobs."""
-
-    findings: list[Finding] = field(default_factory=list)
-    sets: list[Mapping[str, Any]] = field(default_factory=list)
-    choices: dict[str, str] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, said: StatedFlag, outcome: Outcome, rule: str, *, given: bool = True) -> None:
-        self.choices.update(outcome.choices)
-        self.values.update(outcome.values)
-        self.sets.append({**outcome.choices, **outcome.values})
-        self.findings.append(
-            Finding(
-                key=said.key,
-                value=_report_value(said),
-                line=said.place.line if given else 0,
-                column=said.place.column if given else 0,
-                verdict=outcome.verdict,
-                becomes=outcome.said,
-                why=outcome.why,
-                rule=rule,
-                given=given,
-                file=said.file,
-            )
-        )
-
-    def settle(self) -> None:
-        """Says of what another line or file overrides that it does not count."""
-        final = {**self.choices, **self.values}
-        for at, sets in enumerate(self.sets):
-            lost = [key for key, value in sets.items() if final.get(key, value) != value]
-            if lost:
-                says = ", ".join(f"{key}={final[key]}" for key in lost)
-                self.findings[at] = replace(
-                    self.findings[at],
-                    verdict="dead",
-                    becomes="",
-                    why=f"{says} counts before it, from another of these lines",
-                )
-
-    def ask(self, names: set[str]) -> None:
-        """Says of a file that is not where the line says that it is asked for."""
-        for at in range(len(self.sets)):
-            finding = self.findings[at]
-            if finding.key.lstrip("-").replace("-", "_") in names:
-                self.findings[at] = replace(finding, verdict="refused", why=_ASKED, becomes="")
 
 
 def plan_job(
@@ -123,164 +61,23 @@ def plan_job(
         ConfigError: a flag or a configuration is invalid, with its place and the next move.
         ResourceError: a file cannot be read.
     """
-    job = LaunchJob(line, source, settings=asked.settings or {})
-    _check_flags(job)
-    job.arguments = tuple(read_arguments(line.arguments))
-    root, yaml_name = None, ""
-    try:
-        job.yaml, root, yaml_name = read_accelerate(job, finder)
-    except Asked as question:
-        _ask(job, question.fact)
-        job.lacks_file = True
-    from_file = read_argument_file(job, finder, trainer_arguments.MARKS)
-    job.arguments = (*from_file, *job.arguments)
-    job.family = find_family({said.name for said in job.arguments})
-    job.world = _shape_of(job, asked)
-    document = None
-    try:
-        document = read_deepspeed(job, finder, root, yaml_name)
-    except Asked as question:
-        _ask(job, question.fact)
-        job.lacks_file = True
-    if document is not None:
-        job.configured = list_keys(document)
-    if not job.family and _hands_file_to_trainer(job):
-        job.family = "hugging-face"
-    try:
-        job.fsdp = read_fsdp_file(job, finder)
-    except Asked as question:
-        _ask(job, question.fact)
-    _ask_for_words(job)
-    script = _choose_script(job, finder)
-    path = _locate_script(job, finder)
-    defaults = read_script_defaults(job, path)
-    job.arguments = (*defaults.said, *job.arguments)
-    planning = _Planning(job, asked, document, script)
-    planning.text, planning.script_text = text, _text_of_script(path)
-    planning.script_notes, planning.reads_defaults = defaults.notes, defaults.was_read
+    prepared = prepare_job(line, source=source, finder=finder, asked=asked)
+    planning = _Planning(prepared, asked, text)
     plan = planning.plan()
     used |= planning.used
     return plan
 
 
-def _ask_for_words(job: LaunchJob) -> None:
-    """A file that starts what it is given (``torchrun $@``) says nothing about it by itself."""
-    word = job.line.script
-    hole = None if word is None else next((h for h in word.holes if h.name == "@"), None)
-    if word is None or hole is None or word.text != hole.text:
-        return
-    look = "the script and its arguments, as you give them to this file"
-    place = f"{hole.text} (line {word.place.line})"
-    _ask(job, Fact("@", place, look, word.place.line, "'train.py ARGS'"))
-
-
-def _locate_script(job: LaunchJob, finder: FileFinder) -> Path | None:
-    """The script of the line, where it is here."""
-    word = job.line.script
-    if word is None or word.holes or job.line.module or not word.text.endswith(".py"):
-        return None
-    return finder.find(word.text, job.line.command.folder)
-
-
-def _text_of_script(path: Path | None) -> str:
-    try:
-        return "" if path is None else text_of(path)
-    except (ConfigError, ResourceError):
-        return ""
-
-
-def _choose_script(job: LaunchJob, finder: FileFinder) -> tuple[Path, ScriptKind] | None:
-    """The script that decides, since it makes an engine of its own; the names of its arguments
-    decide nothing then. A script of the Trainer's, or of Megatron's, is known by those."""
-    path = None if job.family == "megatron" else _locate_script(job, finder)
-    if path is None:
-        return None
-    text = text_of(path)
-    kind = find_kind(text)
-    if kind is None or (job.family and has_trainer(text, name=str(path))):
-        return None
-    job.family = ""
-    return path, kind
-
-
-def _hands_file_to_trainer(job: LaunchJob) -> bool:
-    """Whether ``--deepspeed FILE`` is the Trainer's: "auto" in that file is a word of its alone."""
-    said = job.argument("deepspeed")
-    names = {said.name for said in job.arguments}
-    return (
-        said is not None
-        and bool(said.values)
-        and FILLED in job.configured.values()
-        and bool(names & trainer_arguments.MARKS)
-        and not names & trainer_arguments.OTHERS_MARKS
-    )
-
-
-def _check_flags(job: LaunchJob) -> None:
-    problems = [problem for link in job.line.links for problem in link.problems]
-    if not problems:
-        return
-    first, *others = problems
-    fix = first.fix + "".join(
-        f"\n  also {p.place}: {p.what}" + (f"; {p.fix}" if p.fix else "") for p in others[:20]
-    )
-    raise ConfigError(
-        f"{job.source}:{first.place}: {first.what}",
-        fix=fix,
-        line=first.place.line,
-        column=first.place.column,
-    )
-
-
-def _shape_of(job: LaunchJob, asked: TranslationRequest) -> WorldShape:
-    """How many processes the launchers of the line start between them."""
-    shape = WorldShape()
-    outer: WorldShape | None = None
-    for link in job.line.links:
-        launcher = launcher_named(link.launcher)
-        if launcher is None:
-            continue
-        try:
-            found = launcher.shape(job, link)
-        except Asked as question:
-            _ask(job, question.fact)
-            found = WorldShape(None, None if link is not job.line.launcher else 1)
-        if launcher.keeps:
-            outer = found
-        shape = found
-    if outer is not None and job.line.launcher.launcher not in ("srun", "mpirun", PYTHON):
-        nodes = shape.nodes if shape.nodes != 1 else outer.total or outer.nodes
-        shape = WorldShape(shape.per_node, nodes, shape.total)
-    elif outer is not None:
-        shape = outer
-    if asked.world_size is not None:
-        return WorldShape(shape.per_node, shape.nodes, asked.world_size)
-    return shape
-
-
-def _ask(job: LaunchJob, fact: Fact) -> None:
-    """Enters a question, once for each name."""
-    earlier = job.facts.setdefault(fact.name, fact)
-    if fact.used not in earlier.used and earlier is not fact:
-        job.facts[fact.name] = replace(earlier, used=f"{earlier.used}, {fact.used}")
-
-
 class _Planning:
     """Collects the verdicts of one job."""
 
-    def __init__(
-        self,
-        job: LaunchJob,
-        asked: TranslationRequest,
-        document: Document | None,
-        script: tuple[Path, ScriptKind] | None,
-    ) -> None:
-        self.job, self.asked, self.document, self.script = job, asked, document, script
+    def __init__(self, prepared: PreparedJob, asked: TranslationRequest, text: str) -> None:
+        self.job, self.document, self.script = prepared.job, prepared.document, prepared.script
+        self.script_text, self.script_notes = prepared.script_text, prepared.script_notes
+        self.reads_defaults = prepared.reads_defaults
+        self.asked, self.text = asked, text
         self.used: frozenset[str] = frozenset()
-        self.script_notes: tuple[str, ...] = ()
-        self.reads_defaults = False
-        self.text = self.script_text = ""
-        self.found = _Findings()
+        self.found = JobFindings()
         self.own: list[StatedFlag] = []
         self.is_decided_elsewhere = False
 
@@ -375,8 +172,7 @@ class _Planning:
         elif row is None and said.key.startswith("$"):
             hole = said.hole
             assert hole is not None
-            _ask(
-                self.job,
+            self.job.ask(
                 Fact(
                     hole.name,
                     f"more options (line {said.place.line})",
@@ -384,7 +180,7 @@ class _Planning:
                     said.place.line,
                 ),
             )
-            self.found.take(said, Outcome("refused", _ASKED), "asked")
+            self.found.take(said, Outcome("refused", ASKED), "asked")
         elif row is None:
             self.found.take(said, exact("kept in the command below"), "launch.kept")
         else:
@@ -395,8 +191,8 @@ class _Planning:
         try:
             outcome = judge(self.job, asked)
         except Asked as question:
-            _ask(self.job, question.fact)
-            outcome = Outcome("refused", _ASKED)
+            self.job.ask(question.fact)
+            outcome = Outcome("refused", ASKED)
             rule = "asked"
         self.found.take(said, outcome, rule)
 
@@ -502,7 +298,7 @@ class _Planning:
                 why = "the script reads it: what it decides stands below, else it is your task's"
             self.found.take(said, Outcome("yours", why), "script.own")
         for fact in plan.facts:
-            _ask(job, fact)
+            job.ask(fact)
         for finding in plan.findings:
             file = finding.file or script.name
             self.found.findings.append(replace(finding, file=file if finding.given else ""))
@@ -527,7 +323,7 @@ class _Planning:
         except Asked as question:
             settings, facts = {}, [question.fact]
         for fact in facts:
-            _ask(job, fact)
+            job.ask(fact)
         keys_asked = self.keys_asked(facts)
         dotted = {name for name in job.settings if name in _deepspeed_keys()}
         job.used |= dotted
@@ -551,7 +347,7 @@ class _Planning:
             if finding.key == "steps_per_print" and "trainer.log_every" in self.found.values:
                 verdict, why, becomes = "dead", "the arguments of the script say when", ""
             if finding.key in keys_asked:
-                verdict, why, becomes = "refused", _ASKED, ""
+                verdict, why, becomes = "refused", ASKED, ""
             self.found.findings.append(
                 replace(
                     finding,
@@ -714,31 +510,6 @@ def _default_text(outcome: Outcome) -> str:
     return str(said[0]) if said else ""
 
 
-def _report_value(said: StatedFlag) -> Any:
-    """The value for the report, without secrets."""
-    if is_secret(said.name):
-        return MASK
-    return mask_text(said.text) if said.values or not said.file else said.text
-
-
 def _cut(text: str) -> str:
     said = " ".join(text.split())
     return said if len(said) <= 60 else said[:57] + "..."
-
-
-def check_settings(settings: Mapping[str, str], text: str, known: set[str]) -> None:
-    """Makes sure that every ``--set`` names something of the file or of its jobs.
-
-    Raises:
-        ConfigError: one does not.
-    """
-    variables = set(re.findall(r"\$\{?[#!]?(\w+)", text)) | set(re.findall(r"(\w+)\+?=", text))
-    variables |= {"@"} if re.search(r"\$\{?[@*]", text) else set()
-    for name in settings:
-        if name not in variables and name not in known:
-            offer = nearest(name, {*variables, *known} if _is_near(name, known) else variables)
-            raise ConfigError(f"--set {name}: nothing of this job hangs on it", fix=offer)
-
-
-def _is_near(name: str, known: set[str]) -> bool:
-    return bool(get_close_matches(name, known, n=1))

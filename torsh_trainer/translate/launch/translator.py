@@ -19,10 +19,8 @@ from torsh_trainer.translate.launch.commands import RUN
 from torsh_trainer.translate.launch.configuration import NAMES, FileFinder
 from torsh_trainer.translate.launch.job import LaunchLine
 from torsh_trainer.translate.launch.lines import HOROVODRUN, PYTHON, read_line
-from torsh_trainer.translate.launch.planning import (
-    check_settings,
-    plan_job,
-)
+from torsh_trainer.translate.launch.planning import plan_job
+from torsh_trainer.translate.launch.preparing import check_settings
 from torsh_trainer.translate.launch.sweeps import Rounds, join_rounds
 from torsh_trainer.translate.outcomes import exact
 from torsh_trainer.translate.plan import Fact, Finding, Plan
