@@ -28,7 +28,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
 from torsh_trainer.comm import create
 from torsh_trainer.comm.base import CommOptions, Communicator
@@ -248,13 +247,10 @@ def torchrun_variables(world: World, store_port: int) -> dict[str, str]:
     }
 
 
-_MOST_GROUPS = 6
-"""A group that a case made stays, with a thread that looks for work a hundred times a second: ranks
-with 70 of them take a third of a core while they wait. With more than so many, others follow."""
-
-_MOST_THREADS = 18
-"""More than these, with ``_MOST_GROUPS`` beside them, of groups that are gone: 103 of them took a
-tenth of a core."""
+_MOST_GROUPS = 12
+"""A group that a case made keeps a thread that looks for work a hundred times a second, also one
+that an engine's library has destroyed and holds: ranks with 103 of them take a tenth of a core
+while they wait. With more than so many, others follow."""
 
 _MOST_RANKS = 8
 """Of all shared pools of a process, for the same reason: 115 waiting ranks took a third of two
@@ -336,25 +332,17 @@ def _outcome(place: World | Communicator, payload: bytes) -> bytes:
 
 
 def _count_groups() -> int:
-    """How many process groups of gloo there are here, or its threads for them where more are left.
-
-    What an engine's library has destroyed may keep its thread.
-    """
-    tasks = Path("/proc/self/task").glob("*/comm")
-    threads = sum(_text_of(task) == "gloo_tcp_loop\n" for task in tasks)
-    return max(_count_known_groups(), threads - _MOST_THREADS)
+    """How many process groups of gloo have a thread here, known to torch or not."""
+    return sum(
+        _read_task(task) == "gloo_tcp_loop\n" for task in Path("/proc/self/task").glob("*/comm")
+    )
 
 
-def _text_of(task: Path) -> str:
+def _read_task(task: Path) -> str:
     try:
         return task.read_text()
     except OSError:  # the thread has ended
         return ""
-
-
-def _count_known_groups() -> int:
-    made = dist.distributed_c10d._world.pg_map.values() if dist.is_initialized() else ()
-    return sum(backend == "gloo" for backend, _ in made)
 
 
 def _write_to(output: Path) -> None:
