@@ -16,6 +16,7 @@ from typing import Any
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.shell.arithmetic import compare_words
+from torsh_trainer.translate.shell.conditions import Decision, decide, is_test
 from torsh_trainer.translate.shell.expansion import Expander
 from torsh_trainer.translate.shell.grammar import check_closed, parse, text_of_node
 from torsh_trainer.translate.shell.state import ShellState
@@ -132,8 +133,6 @@ class _Reader:
         self.files: dict[str, WrittenFile] = outer.files if outer else {}
         self.counted: list[int] = outer.counted if outer else [0]
         self.depth: int = outer.depth if outer else 0
-        self.assumed = False
-        self.cause = ""
         self.unset: dict[str, None] = outer.unset if outer else {}
         self.open_text: OpenText | None = outer.open_text if outer else open_text
         self.sourced: dict[str, bool] = outer.sourced if outer else {}
@@ -195,7 +194,7 @@ class _Reader:
             prefix |= said
         if not words:
             for variable, word in prefix.items():
-                state.assign(variable, merge_parts(_parts(word)))
+                state.assign(variable, word.parts)
             self.keep((), prefix, state)
             return
         head = words[0].text
@@ -207,7 +206,7 @@ class _Reader:
             outer = replace(state, around=(*state.around, *words[: at[0]]))
             inner = outer.fork()
             for variable, word in prefix.items():
-                inner.values[variable] = merge_parts(_parts(word))
+                inner.values[variable] = word.parts
             self.text([words[at[1]]], inner)
         elif not self.own_command(head, words, state):
             self.keep(tuple(words), prefix, state)
@@ -226,7 +225,7 @@ class _Reader:
             if count.isdigit():
                 state.shift(int(count))
         elif head == "set" and len(words) > 1 and words[1].text == "--":
-            state.positional = [merge_parts(_parts(word)) for word in words[2:]]
+            state.positional = [word.parts for word in words[2:]]
         elif head == "unset":
             for word in words[1:]:
                 state.clear(word.text)
@@ -283,7 +282,7 @@ class _Reader:
         self.sourced[name] = True
         outer = state.positional
         if len(words) > 2:
-            state.positional = [merge_parts(_parts(word)) for word in words[2:]]
+            state.positional = [word.parts for word in words[2:]]
         self.follow(inner, words[0].place, state)
         state.positional = outer
         if state.ended == "return":
@@ -306,7 +305,7 @@ class _Reader:
 
     def call(self, function: ShellFunction, words: list[Word], state: ShellState) -> None:
         outer = state.positional
-        state.positional = [merge_parts(_parts(word)) for word in words[1:]]
+        state.positional = [word.parts for word in words[1:]]
         reader, first = function.reader, len(self.commands)
         reader.depth, kept = self.depth, reader.depth
         reader.statement(function.body, state)
@@ -321,7 +320,7 @@ class _Reader:
         """Text that a shell reads as commands once more: ``eval``, ``bash -c``."""
         pieces: list[str] = []
         for number, word in enumerate(words):
-            for part in _parts(word):
+            for part in word.parts:
                 if isinstance(part, Hole):
                     variable = f"_hole_{self.counted[0]}_{number}_{len(pieces)}"
                     state.values[variable] = (part,)
@@ -372,7 +371,7 @@ class _Reader:
                 if keyed and not word.open:
                     items[keyed[1].strip("\"'")] = (keyed[2],)
                 else:
-                    items[str(len(items))] = merge_parts(_parts(word))
+                    items[str(len(items))] = word.parts
         state.values.pop(name, None)
         state.arrays[name] = items
 
@@ -448,16 +447,16 @@ class _Reader:
         forks: list[ShellState] = []
         denied = cause = ""
         for conditions, body in branches:
-            self.assumed, self.cause = False, ""
-            decided = self.decide(conditions, state)
-            if decided and self.assumed and self.leaves(body, state):
+            decision = self.decide(conditions, state)
+            decided = decision.holds
+            if decided and decision.unset and self.leaves(body, state):
                 decided = False  # an argument that is missing ends the file: it will be given
             if decided is False:
                 continue
             said = " ".join(text_of_node(c) for c in conditions if c.is_named)
             if decided is None:
                 fork = state.fork(f"{denied}{_shorten(said)}")
-                cause = cause or self.cause
+                cause = cause or decision.cause
                 self.run(body, fork)
                 forks.append(fork)
                 denied = denied or "not "
@@ -605,106 +604,23 @@ class _Reader:
                 self.statement(part, state)
             else:
                 continue
-            decided = self.decide([part], state) if _is_test(part) else None
-            if not _is_test(part) and sign != "||":
+            decided = self.decide([part], state).holds if is_test(part) else None
+            if not is_test(part) and sign != "||":
                 decided = True  # commands are taken to succeed
 
     def maybe(self, part: Any, state: ShellState, *, certain: bool) -> None:
         if certain:
-            if not _is_test(part):
+            if not is_test(part):
                 self.statement(part, state)
             return
         fork = state.fork()
         self.run([part], fork)
         self.join([fork, state.fork()], state)
 
-    # -- conditions ------------------------------------------------------------------------------
-
-    def decide(self, conditions: Sequence[Any], state: ShellState) -> bool | None:
-        """Whether the conditions hold; None where nobody can tell."""
-        named = [c for c in conditions if c.is_named and c.type != "comment"]
-        return self.truth(named[-1], state) if named else None
-
-    def truth(self, node: Any, state: ShellState) -> bool | None:
-        kind = node.type
-        inner = [child for child in node.children if child.is_named]
-        if kind in ("test_command", "parenthesized_expression") and len(inner) == 1:
-            return self.truth(inner[0], state)
-        if kind == "compound_statement" and text_of_node(node).startswith("(("):
-            value = self.expander.number(text_of_node(node)[2:-2], state)
-            return None if value is None else bool(value)
-        if kind == "negated_command" and inner:
-            found = self.truth(inner[0], state)
-            return None if found is None else not found
-        if kind == "list" and len(inner) == 2:
-            sign = next((c.type for c in node.children if c.type in ("&&", "||")), "")
-            return _combine(self.truth(inner[0], state), sign, self.truth(inner[1], state))
-        if kind == "unary_expression":
-            return self.unary(node, inner, state)
-        if kind == "binary_expression":
-            return self.binary(node, state)
-        if kind == "command":
-            return self.test_words(self.expander.words_of_command(node, state), state)
-        if kind in ("word", "string", "concatenation", "simple_expansion", "expansion"):
-            known = text_if_known(self.expander.text(node, state))
-            return None if known is None else known != ""
-        return None
-
-    def test_words(self, words: list[Word], state: ShellState) -> bool | None:
-        texts = [word.text for word in words]
-        if texts in (["true"], [":"]):
-            return True
-        if texts == ["false"]:
-            return False
-        if texts[:1] == ["test"] and len(texts) == 4 and not any(w.open for w in words):
-            return compare_words(texts[1], texts[2], texts[3])
-        if texts[:1] == ["test"] and len(texts) == 3 and texts[1] in ("-z", "-n"):
-            return self.is_empty(merge_parts(_parts(words[2])), state, texts[1])
-        return None
-
-    def unary(self, node: Any, inner: list[Any], state: ShellState) -> bool | None:
-        if node.children[0].type == "!" or text_of_node(node).startswith("!"):
-            found = self.truth(inner[-1], state) if inner else None
-            return None if found is None else not found
-        if len(inner) != 2 or text_of_node(inner[0]) not in ("-z", "-n"):
-            return None
-        return self.is_empty(self.expander.text(inner[1], state), state, text_of_node(inner[0]))
-
-    def is_empty(self, text: Text, state: ShellState, sign: str) -> bool | None:
-        """``-z`` and ``-n``; a variable that nothing in the file sets is empty."""
-        known = self.text_or_unset(text, state)
-        return None if known is None else (known == "") is (sign == "-z")
-
-    def text_or_unset(self, text: Text, state: ShellState) -> str | None:
-        """A text that is known, or empty where it is a variable that nothing sets."""
-        known = text_if_known(text)
-        if known is not None:
-            return known
-        holes = [part for part in text if isinstance(part, Hole)]
-        unset = len(text) == 1 and re.fullmatch(r"\w+", holes[0].name)
-        if not unset or holes[0].choices or state.lookup(holes[0].name) is not None:
-            return None
-        self.assumed = True
-        self.unset[holes[0].name] = None
-        return ""
-
-    def binary(self, node: Any, state: ShellState) -> bool | None:
-        if len(node.children) != 3:
-            return None
-        left, sign, right = node.children
-        if sign.type in ("&&", "||", "-a", "-o"):
-            both = self.truth(left, state), self.truth(right, state)
-            return _combine(both[0], "&&" if sign.type in ("&&", "-a") else "||", both[1])
-        operator = text_of_node(sign)
-        sides = [self.expander.text(side, state) for side in (left, right)]
-        texts = [text_if_known(side) for side in sides]
-        if operator in ("=", "==", "!=") and texts[1]:
-            texts[0] = self.text_or_unset(sides[0], state)
-        if texts[0] is None or texts[1] is None:
-            open_ = [part for side in sides for part in side if isinstance(part, Hole)]
-            self.cause = next((h.name for h in open_ if re.fullmatch(r"\w+", h.name)), "")
-            return None
-        return compare_words(texts[0], operator, texts[1])
+    def decide(self, conditions: Sequence[Any], state: ShellState) -> Decision:
+        decision = decide(conditions, state, self.expander)
+        self.unset.update(dict.fromkeys(decision.unset))
+        return decision
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -773,7 +689,7 @@ class _Reader:
             return self.here_text(here, state)
         if head == "echo":
             words = [w for w in last.words[1:] if w.text not in ("-e", "-n")]
-            return merge_parts(p for word in words for p in (*_parts(word), " "))
+            return merge_parts(p for word in words for p in (*word.parts, " "))
         if head == "printf" and len(last.words) == 2:
             return (last.words[1].text.replace("\\n", "\n"),)
         return None
@@ -817,23 +733,13 @@ _STATEMENTS: Mapping[str, Callable[[_Reader, Any, ShellState], None]] = {
 }
 
 
-def _parts(word: Word) -> Text:
-    """The text of a word with its holes."""
-    parts: list[str | Hole] = []
-    rest = word.text
-    for hole in word.holes:
-        before, _, rest = rest.partition(hole.text)
-        parts += [before, hole]
-    return merge_parts([*parts, rest])
-
-
 def _value_of(word: Word) -> Word:
     match = _ASSIGNMENT.fullmatch(word.text)
     return replace(word, text=match[2]) if match else word
 
 
 def _parts_of_value(word: Word) -> Text:
-    return _parts(_value_of(word))
+    return _value_of(word).parts
 
 
 def _split_assignments(
@@ -864,22 +770,6 @@ def _is_pattern(item: Any, at: int) -> bool:
     """Before the closing bracket of a ``case`` branch."""
     bracket = next((i for i, c in enumerate(item.children) if c.type == ")"), 0)
     return at < bracket and item.children[at].is_named
-
-
-def _is_test(node: Any) -> bool:
-    return node.type in ("test_command", "negated_command") or (
-        node.type == "compound_statement" and text_of_node(node).startswith("((")
-    )
-
-
-def _combine(left: bool | None, sign: str, right: bool | None) -> bool | None:
-    if sign == "&&":
-        if left is False or right is False:
-            return False
-        return True if left and right else None
-    if left or right:
-        return True
-    return False if left is False and right is False else None
 
 
 def _shorten(text: str) -> str:

@@ -39,6 +39,16 @@ class Word:
     open: str = ""
     holes: tuple[Hole, ...] = ()
 
+    @property
+    def parts(self) -> Text:
+        """The text of the word with its holes."""
+        parts: list[str | Hole] = []
+        rest = self.text
+        for hole in self.holes:
+            before, _, rest = rest.partition(hole.text)
+            parts += [before, hole]
+        return merge_parts([*parts, rest])
+
 
 @dataclass(frozen=True)
 class Command:
