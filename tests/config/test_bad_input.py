@@ -119,6 +119,8 @@ BAD = [
     ([QUICK, "trainer.max_steps.x=3"], ["trainer.max_steps is a value and holds no knobs"]),
     # syntax
     ([QUICK, "trainer.frozen=[a"], ["cannot be read as NAME=VALUE", "brackets"]),
+    ([QUICK, 'strategy.plan={"a.*": colwise}'], ["without quotes: 'strategy.plan={a.*: colwise}'"]),
+    ([QUICK, "strategy=fsdp", "strategy.plan=3"], ["got 3; write 'strategy.plan={NAME: VALUE}'"]),
     ([QUICK, "trainer.pretrained=a=b c:"], ["cannot be read as NAME=VALUE", "quotes"]),
     # files
     (["+recipe=nowhere.yaml"], ["recipe=nowhere.yaml: there is no such file in"]),

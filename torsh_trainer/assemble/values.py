@@ -233,6 +233,8 @@ def _advice(value: Any, wanted: Any, key: str, default: Any) -> str:
         return f"write it in quotes: '{key}=\"{value}\"'"
     if words(wanted).startswith("a list"):
         return f"write {key}=[...]"
+    if words(wanted).startswith("a mapping"):
+        return f"write '{key}={{NAME: VALUE}}'"
     if default is inspect.Parameter.empty:
         return f"write {key}=VALUE"
     return f"the default is {as_yaml(default)}"

@@ -45,6 +45,7 @@ OTHER_LIBRARIES = {
 """Options of Hydra's groups that come with a distribution of their own."""
 
 _SIGNS = {"": OverrideType.CHANGE, "+": OverrideType.ADD, "++": OverrideType.FORCE_ADD}
+_QUOTED_KEY = re.compile(r"([{,]\s*)[\"']([^\"']*)[\"']\s*:")
 _PLAIN = re.compile(
     r"(\+{0,2})([a-z_]\w*(?:(?:\.[a-z_]\w*)+|(?:/[a-z_]\w*)*))="
     r"(?:([+-]?(?:0|[1-9]\d*))|([+-]?(?:0|[1-9]\d*)(?:\.\d+|(?:\.\d+)?e[+-]?\d+))|(true|false)"
@@ -283,6 +284,9 @@ def _by_grammar(text: str) -> Override:
         hint = f"put the value in quotes: '{key}=\"{value}\"'"
         if value.count("[") != value.count("]") or value.count("{") != value.count("}"):
             hint = "close the brackets, and put the whole override in quotes: '...'"
+        elif _QUOTED_KEY.search(value):
+            bare = _QUOTED_KEY.sub(r"\1\2:", value)
+            hint = f"write its keys without quotes: '{key}={bare}'"
         raise ConfigError(f"{text!r} cannot be read as NAME=VALUE", fix=hint) from error
 
 

@@ -267,7 +267,8 @@ def _token_embedding(module: Any, name: str, style: Style, comm: Communicator) -
         if not input.is_floating_point():
             return look_up(input)
         logits = F.linear(copy_to_parts(input, comm), local(module.weight))
-        return gather_parts(logits, comm)[..., : module.words]
+        logits = gather_parts(logits, comm)
+        return logits if module.words == logits.shape[-1] else logits[..., : module.words]
 
     return forward
 

@@ -110,7 +110,7 @@ def find_plan(model: nn.Module, task: Task, table: Mapping[str, Any], mesh: Mesh
         raise ConfigError(
             f"mesh.tp={mesh.tp} needs a plan of which layers are cut, and neither the task nor the "
             f"model ({type(model).__name__}) has one",
-            fix='give strategy.plan={"blocks.*.up": colwise, "blocks.*.down": rowwise}: names of '
+            fix="give 'strategy.plan={blocks.*.up: colwise, blocks.*.down: rowwise}': names of "
             "modules, and colwise, colwise_gather or rowwise",
         )
     names = [name for name, _ in model.named_modules() if name]
