@@ -13,7 +13,7 @@ from torsh_trainer.translate.shell.state import ShellState
 from torsh_trainer.translate.shell.words import Hole, Text, Word, text_if_known
 
 
-class Decision(NamedTuple):
+class ConditionResult(NamedTuple):
     """``holds`` is None where nobody can tell, for which ``cause`` is a variable, if one is.
 
     ``unset`` are variables that nothing in the file sets, and that were taken for empty.
@@ -24,12 +24,12 @@ class Decision(NamedTuple):
     cause: str = ""
 
 
-def decide(conditions: Sequence[Any], state: ShellState, expander: Expander) -> Decision:
+def decide(conditions: Sequence[Any], state: ShellState, expander: Expander) -> ConditionResult:
     """Whether the conditions, nodes of the file, hold: the last one does."""
     named = [c for c in conditions if c.is_named and c.type != "comment"]
     judge = _Judge(state, expander)
     holds = judge.truth(named[-1]) if named else None
-    return Decision(holds, tuple(judge.unset), judge.cause)
+    return ConditionResult(holds, tuple(judge.unset), judge.cause)
 
 
 def is_test(node: Any) -> bool:

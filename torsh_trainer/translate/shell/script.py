@@ -16,7 +16,7 @@ from typing import Any
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.shell.arithmetic import compare_words
-from torsh_trainer.translate.shell.conditions import Decision, decide, is_test
+from torsh_trainer.translate.shell.conditions import ConditionResult, decide, is_test
 from torsh_trainer.translate.shell.expansion import Expander
 from torsh_trainer.translate.shell.grammar import check_closed, parse, text_of_node
 from torsh_trainer.translate.shell.state import ShellState
@@ -617,7 +617,7 @@ class _Reader:
         self.run([part], fork)
         self.join([fork, state.fork()], state)
 
-    def decide(self, conditions: Sequence[Any], state: ShellState) -> Decision:
+    def decide(self, conditions: Sequence[Any], state: ShellState) -> ConditionResult:
         decision = decide(conditions, state, self.expander)
         self.unset.update(dict.fromkeys(decision.unset))
         return decision
