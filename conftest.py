@@ -1,4 +1,6 @@
-"""Which tests belong to ``make test``: every promise once. The rest of a matrix is ``exhaustive``.
+"""What all tests share, those of plugins too: what is left out of ``make test``, warm interpreters.
+
+``make test`` holds every promise once; the rest of a matrix is ``exhaustive``.
 
 Two kinds of matrix are cut here: a function under ``@pytest.mark.matrix(COUNT)`` keeps so many of
 its rows, spread evenly; a contract of strategies says itself which of its rules repeat another.
@@ -6,7 +8,9 @@ its rows, spread evenly; a contract of strategies says itself which of its rules
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,3 +44,22 @@ def _repeats_another(item: Any) -> bool:
     if is_exhaustive is None or "world_size" not in item.fixturenames:
         return False
     return bool(is_exhaustive(item.function, item.callspec.params["world_size"]))
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[str]:
+    """The path of a ``python`` that has imported torch (``torsh_trainer.testing.warm_python``)."""
+    # Imported late: what needs no torch is tested without it.
+    from torsh_trainer.testing.warm_python import WarmPython
+
+    with WarmPython() as python:
+        yield python.path
+
+
+@pytest.fixture
+def warm_interpreters(warm_python: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test starts by ``sys.executable`` starts warm.
+
+    For tests of what programs do, where their start is not the point.
+    """
+    monkeypatch.setattr(sys, "executable", warm_python)

@@ -10,7 +10,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -132,26 +131,32 @@ def run_door(tmp_path: Path) -> RunCommand:
 # -- the command line without the price of an interpreter -----------------------------------------
 
 
-def _as_torchrun_would(world: World, port: int, folder: Path) -> None:
-    """Gives this rank the place and the variables that torchrun would have started it with."""
+def _as_torchrun_would(world: World, port: int, folder: Path, python: str) -> None:
+    """Gives this rank the place and the variables that torchrun would have started it with.
+
+    What it starts by ``sys.executable`` is started by ``python``.
+    """
     # Imported late: what needs no torch is tested without it.
     from torsh_trainer.testing.ranks import torchrun_variables
 
+    sys.executable = python
     os.chdir(folder)
     if world.size > 1:
         os.environ.update(torchrun_variables(world, port))
 
 
-def _command(world: World, port: int, folder: Path, args: Sequence[str]) -> tuple[int, str, str]:
-    _as_torchrun_would(world, port, folder)
+def _command(
+    world: World, port: int, folder: Path, python: str, args: Sequence[str]
+) -> tuple[int, str, str]:
+    _as_torchrun_would(world, port, folder, python)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(args)
     return code, out.getvalue(), err.getvalue()
 
 
-def _script(world: World, port: int, folder: Path, name: str) -> None:
-    _as_torchrun_would(world, port, folder)
+def _script(world: World, port: int, folder: Path, python: str, name: str) -> None:
+    _as_torchrun_would(world, port, folder, python)
     runpy.run_path(name, run_name="__main__")
 
 
@@ -180,7 +185,7 @@ def warm_command() -> Iterator[RunCommand]:
         ) -> subprocess.CompletedProcess[str]:
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             answers = ranks(processes).run(
-                _command, store.port, cwd, list(args), timeout_s=timeout_s
+                _command, store.port, cwd, sys.executable, list(args), timeout_s=timeout_s
             )
             codes, outs, errs = zip(*answers, strict=True)
             return subprocess.CompletedProcess(args, max(codes), "".join(outs), "".join(errs))
@@ -200,63 +205,6 @@ def warm_door(warm_command: RunCommand, tmp_path: Path) -> RunCommand:
     return run
 
 
-def _python(
-    world: World, words: Sequence[str], folder: Path, env: Mapping[str, str], out: Path, err: Path
-) -> int:
-    """``python WORDS`` in this process, which has not run anything; the exit code."""
-    for stream, path in ((1, out), (2, err)):
-        with path.open("w") as file:
-            os.dup2(file.fileno(), stream)
-    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-    os.chdir(folder)
-    os.environ.update(env)
-    first = "" if words[0] == "-m" else str(Path(words[0]).resolve().parent)
-    sys.path[:] = [first or str(folder), *env.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
-    try:
-        if words[0] == "-m":
-            sys.argv = list(words[1:])
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(words)
-            runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except Exception:  # noqa: BLE001 - as Python itself does with it at the end
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return 0
-
-
-@pytest.fixture
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> RunCommand:
-    """``warm_python(["train.py", ...], cwd=, env={}, timeout_s=480)``: a program, run warm.
-
-    As ``run_command([sys.executable, ...])``, in a process that is forked for it from one that has
-    imported torch. For programs whose start is not the point.
-    """
-    from torsh_trainer.testing.ranks import RankPool
-
-    def run(
-        words: Sequence[str],
-        *,
-        cwd: Path,
-        env: Mapping[str, str] | None = None,
-        timeout_s: float = 480,
-    ) -> subprocess.CompletedProcess[str]:
-        folder = tmp_path_factory.mktemp("output")
-        out, err = folder / "out", folder / "err"
-        with RankPool(1, join=False) as ranks:
-            [code] = ranks.run(
-                _python, list(words), cwd, dict(env or {}), out, err, timeout_s=timeout_s
-            )
-        return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
-
-    return run
-
-
 @pytest.fixture
 def warm_script() -> Callable[..., None]:
     """``warm_script("script.py", processes=2, cwd=)``: what torchrun does with a script, warm."""
@@ -267,6 +215,6 @@ def warm_script() -> Callable[..., None]:
     def run(name: str, *, processes: int, cwd: Path) -> None:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         with RankPool(processes, join=False) as ranks:
-            ranks.run(_script, store.port, cwd, name)
+            ranks.run(_script, store.port, cwd, sys.executable, name)
 
     return run

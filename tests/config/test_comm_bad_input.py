@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 RECIPE = """\
 # A recipe that names its launcher.
 defaults:

@@ -14,6 +14,8 @@ import pytest
 from torsh_trainer.distributed.bench import BUS_FACTORS, COLLECTIVES
 from torsh_trainer.distributed.tuning import AlgorithmTable
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MPIRUN = str(Path(sys.executable).with_name("mpirun"))  # where the wheel of Open MPI puts it

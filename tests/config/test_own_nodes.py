@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 MINE = """\
 import torch
 from torch.utils.data import TensorDataset

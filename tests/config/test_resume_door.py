@@ -45,6 +45,7 @@ def test_a_run_goes_on_with_what_is_allowed_to_differ(door, first, home):
     assert (result["steps"], result["samples"]) == (4, 2 * 32 + 2 * 16)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("knobs", "says"),
     [

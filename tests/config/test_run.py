@@ -16,6 +16,8 @@ from torsh_trainer.config.roots import find_roots
 from torsh_trainer.errors import ConfigError, TrainingError
 from torsh_trainer.utils.signals import signal_name
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 QUICK = "+recipe=quick.yaml"
 
 
@@ -216,7 +218,7 @@ def test_variables_that_contradict_one_another_are_refused_only_when_training(do
     assert door(QUICK).code == 2
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_command_of_the_readme_trains(run_door, tmp_path, processes):
     args = ["+recipe=digits", f"launcher.num_processes={processes}", "trainer.max_steps=3"]
     answer = run_door(args)
@@ -234,6 +236,7 @@ def test_a_wrong_knob_found_by_a_worker_exits_as_if_found_here(run_door):
     assert "Traceback" not in answer.stderr
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_exits_as_the_shell_expects(background_door, home, number, code):
     door = background_door(QUICK, "trainer.max_steps=1000000")

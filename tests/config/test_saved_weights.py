@@ -33,7 +33,7 @@ def model(door) -> nn.Module:
     return model
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("place", ["one", "one/checkpoints", "one/checkpoints/step-00000006"])
 @pytest.mark.parametrize("averaged", [False, True])
 def test_a_run_starts_from_the_weights_of_another(door, home, model, place, averaged):
@@ -81,6 +81,7 @@ def best_by(metric: str, mode: str) -> int:
     return int(choose(manifests, key=lambda m: (m["metrics"][metric], -m["step"]))["step"])
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("metric", "mode"), [("loss", "min"), ("loss", "max"), ("accuracy", "max")]
 )

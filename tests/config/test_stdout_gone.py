@@ -12,6 +12,8 @@ import pytest
 
 from torsh_trainer.rundir.output import outliving_stdout
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 SHOWN = (
     "+recipe=quick.yaml",
     "callbacks.console.enabled=true",
@@ -32,6 +34,7 @@ def run_into(stdout, *args: str, cwd: Path, stderr=subprocess.PIPE):
     )
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("args", "both"), [((), True), (LOCAL, False)], ids=["stderr too", "two ranks"]
 )

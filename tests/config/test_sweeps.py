@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ import yaml
 
 from torsh_trainer.config import sweep
 from torsh_trainer.config.sweep import JobRecord, rank_jobs
+
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
+PYTHON = sys.executable
 
 QUICK = "+recipe=quick.yaml"
 ACCURACY = ("trainer.objective=accuracy", "trainer.objective_mode=max")
@@ -126,7 +131,8 @@ def test_jobs_at_the_same_time_have_processes_of_their_own(run_door, home):
     assert len(table(home)) == 2
 
 
-def test_jobs_go_through_submitit(run_door, home):
+def test_jobs_go_through_submitit(run_door, home, monkeypatch):
+    monkeypatch.setattr(sys, "executable", PYTHON)  # submitit waits for the very process it started
     args = ["-m", QUICK, "hydra/launcher=submitit_local", "trainer.max_steps=2,-1", *ACCURACY]
     answer = run_door([*args, "hydra.launcher.cpus_per_task=1"], home)
     assert answer.returncode == 2, answer.stdout + answer.stderr

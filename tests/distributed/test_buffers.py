@@ -153,6 +153,7 @@ def name_of(strategy: Strategy) -> str:
     return strategy.name
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("looks_at", [(), (0, 4)])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=name_of)
 @pytest.mark.parametrize("size", [2, 4])

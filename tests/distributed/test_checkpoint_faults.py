@@ -151,7 +151,7 @@ def log_of(run: Any, rank: int = 0) -> str:
 # -- a disk that is full --------------------------------------------------------------------------
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp", "state.json", "manifest.json"])
 def test_a_disk_that_is_full_ends_the_run_and_loses_nothing(
@@ -247,7 +247,7 @@ def test_a_folder_on_a_read_only_disk_is_refused_before_the_first_step(
     assert (life.began, life.curve) == (None, {})
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("file", ["", "__1_0.distcp", "manifest.json"])
 def test_a_disk_that_becomes_read_only_ends_the_run_and_loses_nothing(
@@ -325,7 +325,7 @@ def saved(lives: Any) -> list[Path]:
     return [lives.undisturbed("ddp").sound(step) for step in (6, 12, 18)]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_two_ranks_go_on_from_the_one_before_and_say_what_was_wrong_with_the_newest(
     kind: str, lives: Any, saved: list[Path], tmp_path: Path

@@ -32,6 +32,8 @@ from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 def build(seed: int) -> nn.Module:
     """Rows that do not divide by two or by four, and a parameter with less rows than ranks."""

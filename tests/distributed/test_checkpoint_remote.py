@@ -26,6 +26,8 @@ from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.testing.ranks import RankFailure, RankPool
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -138,6 +140,7 @@ def save_three(comm: Communicator, folder: RemotePath, mode: str) -> tuple[list[
     return saver.steps(), str(path)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_two_ranks_save_and_load_and_one_process_reads_what_they_saved(ranks, folder, mode):
     target = folder / "step-00000003"

@@ -162,6 +162,7 @@ def in_the_barrier_alone():
     torch.distributed.barrier()
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("apart", [False, True], ids=["one group", "groups of their own"])
 def test_where_each_rank_waits_is_told_when_one_alone_enters_a_barrier(apart):
     def case(comm):
@@ -266,6 +267,7 @@ def test_so_are_those_that_wrap_different_models():
         assert "rank 0: weight float32 [2, 2]; rank 1: weight float32 [3, 2]" in words
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("strategy", [DDP(), Gloo(), FSDP()], ids=["ddp", "gloo", "fsdp"])
 def test_a_rank_that_hangs_while_training_is_named_by_the_others(strategy, tmp_path):
     with RankPool(2, join=False) as pool:

@@ -231,6 +231,7 @@ def test_a_vote_is_the_sign_that_most_see_times_the_mean_magnitude() -> None:
         assert (found == 0.0).any(), "of four, some vote ends in a tie"
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["randomk", "int8 stochastic"])
 def test_without_a_residual_it_is_right_in_expectation(name: str) -> None:
     knobs = dataclasses.replace(METHODS[name], memory="none")

@@ -112,7 +112,7 @@ IN_BUCKETS = [(name, DDP(bucket_cap_mb=SMALL)) for name in METHODS]
 IN_BUCKETS += [(name, Gloo(bucket_cap_mb=SMALL)) for name in ("topk", "powersgd")]
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "strategy"), IN_BUCKETS, ids=lambda one: one if isinstance(one, str) else one.name
 )
@@ -239,6 +239,7 @@ CHANGES: dict[str, tuple[Compression, Compression]] = {
 }
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_compression_may_be_changed_at_a_checkpoint(change: str, tmp_path: Path) -> None:
     before, after = (trainer(knobs, DDP()) for knobs in CHANGES[change])
@@ -287,7 +288,7 @@ SHARDED: dict[str, tuple[Compressing, float]] = {
 }
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", SHARDED)
 def test_fsdp_scatters_rounded_gradients(name: str, size: int, tmp_path: Path) -> None:

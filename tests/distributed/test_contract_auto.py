@@ -7,6 +7,7 @@ from torsh_trainer.testing.strategy import StrategyContract
 
 
 class TestAuto(StrategyContract):
+    variant = True
     strategy = Auto()
     world_sizes = (1, 2)
     for_unused = DDP(find_unused_parameters=True)

@@ -11,6 +11,7 @@ class TestFSDP(StrategyContract):
 
 
 class TestFSDPOfBlocks(StrategyContract):
+    variant = True
     strategy = FSDP(wrap_min_bytes=0)
     world_sizes = (2, 4)
     for_branches = FSDP(wrap_min_bytes=0, find_unused_parameters=True)

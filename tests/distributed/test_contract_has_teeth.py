@@ -241,6 +241,7 @@ def test_the_suites_words_name_step_and_quantity():
     assert "(ratio 2;" in words
 
 
+@pytest.mark.matrix(8)
 @pytest.mark.parametrize("test", sorted({whole_name(test) for _, test in SEEN_BY + IGNORED}))
 def test_the_suite_finds_no_fault_with_the_right_engine(test):
     getattr(suite_of(Faulty()), test)(RANKS)

@@ -113,6 +113,7 @@ TASKS: dict[str, TinyTask] = {
 }
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_first_weights_are_those_of_single_bit_for_bit(name: str) -> None:
     expected = TASKS[name].build_model().state_dict()

@@ -266,7 +266,7 @@ SHARDED: list[Strategy] = [
 ]
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", UNCUT)
 @pytest.mark.parametrize("strategy", SHARDED, ids=str)
 def test_fsdp_keeps_whole_what_it_cannot_cut(strategy: Strategy, kind: str) -> None:
@@ -274,7 +274,7 @@ def test_fsdp_keeps_whole_what_it_cannot_cut(strategy: Strategy, kind: str) -> N
     equal_plain(strategy, kind, clip=Clip(norm=0.1))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", UNCUT)
 @pytest.mark.parametrize("strategy", [FSDP(), DDP()], ids=str)
 def test_what_is_not_cut_has_its_adamw_its_average_and_its_place_in_a_state(
@@ -313,6 +313,7 @@ def train_and_move(
     return drivers[1].finish(outcome)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("kind", ["transposed", "gaps", "channels_last", "float64"])
 def test_fsdp_trains_other_layouts_and_dtypes(kind: str) -> None:
     equal_plain(FSDP(), kind)

@@ -91,6 +91,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "strategy",

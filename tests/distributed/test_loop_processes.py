@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 LONG = [
     "+recipe=digits",
     "strategy=ddp",

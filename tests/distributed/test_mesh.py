@@ -212,6 +212,7 @@ PLACES: dict[str, tuple[int, Strategy, MeshOptions]] = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("goes_to", [True, False], ids=["to", "from"])
 def test_a_run_goes_on_on_another_mesh(

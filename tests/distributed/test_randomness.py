@@ -230,6 +230,7 @@ def test_a_forward_that_is_run_again_draws_the_same(size, strategy, kind, again)
         assert_alike(found, right)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     "again", [False, True, "selective"], ids=["kept", "run again", "products kept"]
 )
@@ -243,6 +244,7 @@ def test_what_torch_compiles_draws_as_eager(size, strategy, micro, again):
         assert_alike(found, right)
 
 
+@pytest.mark.exhaustive  # a compilation of a minute; what aot_eager traces above draws alike
 def test_what_inductor_generates_draws_as_eager():
     (right,) = shared_pool(1).run(train, Single(), Draws("drop path"), BATCH, {}, None, 1)
     options = {"compile": {"dynamic": False}}

@@ -154,7 +154,7 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(("ranks", "kind", "workers"), CASES)
 def test_an_interrupted_run_consumes_what_the_uninterrupted_one_does(
     ranks: int, kind: str, workers: int, tmp_path: Path
@@ -169,7 +169,7 @@ def test_an_interrupted_run_consumes_what_the_uninterrupted_one_does(
         assert sorted(first) == list(range(SAMPLES))
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("kind", "workers", "knobs"),
     [

@@ -145,7 +145,7 @@ ON_TWO = {
 }
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "size", "run"),
     [
@@ -239,6 +239,7 @@ class OneOfEach(SentenceTask):
         return Task.evaluate(self, model, batch)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("strategy", "size", "leave"),
     [

@@ -283,7 +283,7 @@ def resumed(
 MOVES = ((1, 1), (2, 2), (4, 4), (1, 2), (2, 4), (4, 2), (4, 1))
 
 
-@pytest.mark.matrix(24)
+@pytest.mark.matrix(10)
 @pytest.mark.parametrize(
     ("source", "target", "before", "after"),
     [
@@ -403,6 +403,7 @@ CONTROLS = (
 )
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
 def test_what_is_lost_on_the_way_shows(
     control: Callable[[RunParts], None], sources: Sources

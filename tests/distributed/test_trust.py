@@ -138,6 +138,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize(("before", "after"), PATHS)
 def test_what_was_saved_under_any_strategy_is_what_any_other_holds(
     before: str, after: str, tmp_path: Path
@@ -147,7 +148,7 @@ def test_what_was_saved_under_any_strategy_is_what_any_other_holds(
     assert set(answers) == {""}
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("meddle", SPOILT, ids=lambda one: one.__name__)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_load_that_goes_wrong_ends_the_run_before_its_first_step(

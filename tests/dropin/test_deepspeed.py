@@ -19,6 +19,8 @@ from torsh_trainer.dropin.names import ENGINES
 from torsh_trainer.dropin.zero import saving
 from torsh_trainer.errors import ConfigError, Unsupported
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 DEEPSPEED = ENGINES["deepspeed"]
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from torsh_trainer.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 SEEN = """
 import json, os, subprocess, sys
 from pathlib import Path

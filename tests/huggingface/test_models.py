@@ -22,6 +22,8 @@ from torsh_trainer.tasks.huggingface.models import HuggingFaceModel
 from torsh_trainer.tasks.huggingface.text import Documents, LabelledTexts
 from torsh_trainer.tasks.language_model import LanguageModel
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 GPT2 = {"vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 BERT = {
     "vocab_size": 120,

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torsh_trainer.__main__ import main
 from torsh_trainer.tasks.huggingface.text import Documents, LabelledTexts
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 BERT = {
     "hidden_size": 32,
     "num_hidden_layers": 2,

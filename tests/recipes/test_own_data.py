@@ -13,6 +13,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_diabetes, load_iris
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 Door = Callable[..., "CompletedProcess[str]"]
 
 

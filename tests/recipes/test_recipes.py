@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 Door = Callable[..., "CompletedProcess[str]"]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 STEPS = 6
 RUN = [
     "+recipe=digits",
@@ -47,7 +49,7 @@ def same(found: list[tuple[float, float]], alone: list[tuple[float, float]]) -> 
         assert mine == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     ("strategy", "processes"),
     [

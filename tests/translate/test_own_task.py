@@ -42,7 +42,7 @@ def translate(tmp_path, monkeypatch, capsys):
 
 
 @pytest.fixture
-def losses_of(tmp_path, engines, warm_python):
+def losses_of(tmp_path, engines, run_command, warm_python):
     """``losses_of(command)``: the loss of every step of a run that the printed command starts."""
 
     def run(said: str, *overrides: str, cwd: Path | None = None) -> list[float]:
@@ -59,7 +59,8 @@ def losses_of(tmp_path, engines, warm_python):
             "trainer.eval_every_epochs=null",
             "callbacks.console.enabled=false",
         ]
-        done = warm_python([*words, *more, *overrides], cwd=folder, env=path_with(paths))
+        line = [warm_python, *words, *more, *overrides]
+        done = run_command(line, cwd=folder, env=path_with(paths))
         assert done.returncode == 0, done.stdout + done.stderr
         [metrics] = set(folder.glob("runs/*/*/metrics.jsonl")) - runs
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -69,11 +70,12 @@ def losses_of(tmp_path, engines, warm_python):
 
 
 @pytest.fixture
-def losses_of_script(engines, warm_python):
+def losses_of_script(engines, run_command, warm_python):
     """``losses_of_script(*words)``: what the user's own loop prints, without any engine."""
 
     def run(*words: str) -> list[float]:
-        done = warm_python(words, cwd=Path.cwd(), env=path_with([str(engines)]))
+        line = [warm_python, *words]
+        done = run_command(line, cwd=Path.cwd(), env=path_with([str(engines)]))
         assert done.returncode == 0, done.stderr
         return [float(loss) for loss in re.findall(r"^loss (\S+)", done.stdout, re.MULTILINE)]
 

@@ -171,6 +171,7 @@ def write_in_parts(model: Any) -> None:
     model.last = nn.Linear(2, 2)
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(
     "make",
     [
@@ -206,6 +207,7 @@ SMALL = {
 }
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "mixtral", "gpt_neox", "mamba"])
 def test_models_of_transformers_come_out_bit_for_bit(kind: str) -> None:
     names = {"num_local_experts": 4} if kind == "mixtral" else {}
@@ -243,6 +245,7 @@ def with_holes(model: Any) -> None:
         model.weight[:, 1::2] = 2.0
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -165,6 +165,7 @@ MAP_KNOBS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("knobs", MAP_KNOBS)
 @pytest.mark.parametrize("asked", [False, True], ids=["known weights", "asked weights"])
 def test_a_map_dataset_goes_on_with_the_same_samples_and_draws(knobs: str, asked: bool) -> None:
@@ -176,6 +177,7 @@ def test_a_map_dataset_goes_on_with_the_same_samples_and_draws(knobs: str, asked
     assert whole[3].ids != whole[4].ids
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("knobs", MAP_KNOBS)
 def test_loader_processes_deliver_the_same_after_a_resume(knobs: str, workers: int) -> None:
@@ -388,7 +390,7 @@ def test_one_loader_process_keeps_the_order_of_a_stream(kind: Any) -> None:
     assert [step.seen for step in whole] == [step.seen for step in here]
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", [Plain, *STATEFUL])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_stream_that_shares_itself_out_goes_on_on_as_many_processes(
@@ -408,6 +410,7 @@ def test_asked_weights_read_a_stream_one_step_ahead_and_save_what_was_consumed(k
     resumes_exactly(lambda: Reading(kind(), asked=True), loading, stops=(1, 6, 7))
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("kind", [Plain, *STATEFUL])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_overfitting_a_stream_reads_its_first_batches_again_and_again(
@@ -538,6 +541,7 @@ def test_a_digest_tells_states_apart() -> None:
 # -- evaluation -----------------------------------------------------------------------------------
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("kind", [Recording, Plain, *STATEFUL])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_every_evaluation_sees_the_same_and_leaves_training_alone(kind: Any, workers: int) -> None:

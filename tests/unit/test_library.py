@@ -29,6 +29,8 @@ from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.training.trainer import Trainer
 from torsh_trainer.utils.lookup import import_object
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
 

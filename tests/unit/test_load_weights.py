@@ -19,6 +19,8 @@ from torsh_trainer.optim.optimizers import OptimizerSpec
 from torsh_trainer.tasks.base import DataSource, Task
 from torsh_trainer.training.trainer import Result, Trainer
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
 
 

@@ -14,6 +14,8 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.training.predictions import to_host, write_predictions
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 class OnDevice(Tensor):
     """A tensor of which ``cpu`` gives a plain one."""

@@ -131,6 +131,7 @@ ODD_FILES = {
 }
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("case", ODD_FILES)
 def test_whatever_a_file_holds_the_rest_is_drawn_and_it_is_noted(case, tmp_path, capsys):
     name, content = ODD_FILES[case]

@@ -115,6 +115,7 @@ def test_the_permutation_is_the_one_that_checkpoints_rely_on() -> None:
         assert found == [permuted_by_hand(size, 4, place) for place in places]
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_all_permutations_of_a_few_are_drawn_as_often(size: int) -> None:
     found = Counter(tuple(permuted(size, mix(1, key))) for key in range(KEYS))

@@ -16,6 +16,8 @@ from torsh_trainer.optim.schedule.deepspeed import (
 )
 from torsh_trainer.utils.lookup import import_object
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 UPDATES = 300
 LR = 0.02
 

@@ -76,28 +76,34 @@ class CommunicatorContract:
     # -- reductions -------------------------------------------------------------------------------
 
     def test_all_reduce_leaves_the_reduction_everywhere(
-        self, world_size: int, op: Reduction, dtype: torch.dtype
+        self, world_size: int, op: Reduction
     ) -> None:
-        if op == "mean" and dtype not in FLOATS:
-            return self._refuses_the_mean(world_size, dtype)
+        dtypes = [dtype for dtype in self.dtypes if op != "mean" or dtype in FLOATS]
 
-        def case(comm: Communicator) -> list[float]:
-            tensor = comm.to_device(torch.tensor(_values(comm.world.rank, dtype)).to(dtype))
-            assert comm.all_reduce(tensor, op=op) is None
-            return tensor.tolist()
+        def case(comm: Communicator) -> list[list[float]]:
+            found = []
+            for dtype in dtypes:
+                tensor = comm.to_device(torch.tensor(_values(comm.world.rank, dtype)).to(dtype))
+                assert comm.all_reduce(tensor, op=op) is None
+                found.append(tensor.tolist())
+            return found
 
-        expected = [_REDUCE[op](list(column)) for column in self._columns(world_size, dtype)]
-        if dtype == torch.bool:
-            expected = [bool(value) for value in expected]
-        assert self._run(case, world_size) == [expected] * world_size
-        return None
+        expected = [
+            [_REDUCE[op](list(column)) for column in self._columns(world_size, dtype)]
+            for dtype in dtypes
+        ]
+        assert dtypes
+        for found in self._run(case, world_size):
+            assert dict(zip(dtypes, found, strict=True)) == dict(zip(dtypes, expected, strict=True))
 
-    def _refuses_the_mean(self, world_size: int, dtype: torch.dtype) -> None:
-        def case(comm: Communicator) -> bool:
-            tensor = comm.to_device(torch.ones(2).to(dtype))
-            return _is_refused(lambda: comm.all_reduce(tensor, op="mean"))
+    def test_the_mean_of_what_has_no_fractions_is_refused(self, world_size: int) -> None:
+        dtypes = [dtype for dtype in self.dtypes if dtype not in FLOATS]
 
-        assert all(self._run(case, world_size))
+        def case(comm: Communicator) -> list[bool]:
+            tensors = [comm.to_device(torch.ones(2).to(dtype)) for dtype in dtypes]
+            return [_is_refused(lambda t=t: comm.all_reduce(t, op="mean")) for t in tensors]
+
+        assert self._run(case, world_size) == [[True] * len(dtypes)] * world_size
 
     def test_an_asynchronous_all_reduce_is_done_after_wait(
         self, world_size: int, op: Reduction

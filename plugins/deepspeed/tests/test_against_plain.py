@@ -27,7 +27,7 @@ scenarios = pytest.mark.parametrize("scenario", SCENARIOS, ids=["once", "accumul
 BEFORE: dict[str, Any] = {"prescale_gradients": True}
 
 
-@pytest.mark.matrix(18)
+@pytest.mark.matrix(8)
 @scenarios
 @pytest.mark.parametrize("kind", [*HOOKS, *MEMORY])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -58,6 +58,7 @@ def test_a_hook_is_refused_where_it_would_see_another_gradient() -> None:
     check_refused(shared_pool(2), strategy, "clamp", "'head.weight'", "prescale_gradients")
 
 
+@pytest.mark.matrix(10)
 @scenarios
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -115,6 +116,7 @@ def test_a_gradient_that_comes_twice_trains_where_it_leaves_after_the_backward(
     check_plain(shared_pool(2), DeepSpeed(stage=stage), kind, scenario)
 
 
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("kind", REPEATS)
 @pytest.mark.parametrize(
     "strategy",

@@ -41,6 +41,8 @@ from torsh_trainer.testing.tiny import TinyTask
 from torsh_trainer.training.job import complete
 from torsh_trainer.training.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 CONF = Path(library.__file__).with_name("conf") / "strategy" / "deepspeed.yaml"
 
 

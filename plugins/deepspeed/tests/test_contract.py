@@ -38,6 +38,7 @@ class TestStage0(StrategyContract):
 
 
 class TestStage1(StrategyContract):
+    variant = True
     strategy = replace(SMALL, stage=1)
     world_sizes = (2,)
     refuses = SHARDED

@@ -16,7 +16,7 @@ def with_piece(name: str) -> Combination:
     return next(d for d in DRAWN if name in d.pieces and not d.double)
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
     ("odd", "why"),

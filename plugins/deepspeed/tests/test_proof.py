@@ -11,6 +11,8 @@ import pytest
 from torsh_trainer import __main__ as door
 from torsh_trainer.assemble import proving
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 CONFIG = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,

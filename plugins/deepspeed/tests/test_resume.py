@@ -206,7 +206,7 @@ def saved(tmp_path_factory, whole):
     return make
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize(("source", "target"), MOVES)
 def test_a_run_goes_on_under_another_strategy_and_on_another_number_of_processes(
     source, target, saved, uninterrupted, tmp_path
@@ -243,6 +243,7 @@ JOURNEYS: dict[str, Journey] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", JOURNEYS)
 def test_the_curve_is_that_of_one_process_that_was_never_interrupted(name, whole, tmp_path):
     assert furthest(travelled(tmp_path, JOURNEYS[name]), whole) <= BOUND

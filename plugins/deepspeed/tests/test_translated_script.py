@@ -16,6 +16,8 @@ from torsh_trainer.testing.translated_scripts import (
     train_translation,
 )
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 SCRIPT = """
 import argparse
 

@@ -40,7 +40,7 @@ from torsh_trainer.testing.trial import (
 )
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.proves(
     "batch.global",
     "batch.micro",
@@ -63,7 +63,7 @@ def test_in_fp32_a_translation_is_a_rounding_apart(stage, ranks):
             assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.proves(
     "gradients.dtype", "precision.accumulation", "precision.bf16", "zero.linear", "zero.stage"
 )
@@ -81,7 +81,7 @@ def test_in_bf16_a_translation_gives_the_same_bits(stage, precision, ranks):
             assert mine.norms == pytest.approx(theirs.norms, rel=FP32_BOUND)
 
 
-@pytest.mark.matrix(3)
+@pytest.mark.matrix(2)
 @pytest.mark.proves(
     "gradients.dtype",
     "precision.accumulation",
@@ -131,6 +131,7 @@ def test_overflows_leave_the_same_scale_behind():
         assert mine.losses == theirs.losses
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.proves(
     "gradients.clipping",
     "gradients.clipping-old",
@@ -189,7 +190,7 @@ CONTROLS = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_rule_that_is_switched_off_is_seen(control):
     stage, precision, optimizer, spoilt = CONTROLS[control]
@@ -210,7 +211,7 @@ LOW = [
 ]
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.proves("gradients.dtype", "zero.stage")
 @pytest.mark.parametrize("stage", STAGES)
 def test_on_four_ranks_fp32_is_a_rounding_apart(stage):
@@ -240,6 +241,7 @@ def test_on_four_ranks_a_step_differs_by_the_roundings_of_a_sum_at_most(stage, p
         assert share_of_the_bound(config, native(config, 4)) <= 1.0
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_that_is_too_long_is_beyond_them(precision):
     config = config_of(1, precision, 2)

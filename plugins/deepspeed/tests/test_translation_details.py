@@ -35,6 +35,7 @@ DIVIDED: list[tuple[str, int, str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.proves("gradients.prescale", "gradients.predivide", "zero.reduce-scatter")
 @pytest.mark.parametrize(("_", "stage", "precision", "top", "zero"), DIVIDED)
 def test_where_gradients_are_divided_moves_a_rounding_at_most(_, stage, precision, top, zero):
@@ -45,6 +46,7 @@ def test_where_gradients_are_divided_moves_a_rounding_at_most(_, stage, precisio
         assert furthest(mine, theirs) <= (0.0 if precision == "bf16" else FP32_BOUND)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.proves("gradients.clipping")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_file_that_says_nothing_clips_at_1(stage):
@@ -78,6 +80,7 @@ HALF_WRITTEN_OUT: dict[str, Any] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.proves(
     "batch.managed",
     "gradients.dtype",
@@ -104,7 +107,7 @@ def test_defaults_that_are_written_out_are_the_same_defaults(stage):
             assert furthest(mine, theirs) <= bound
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.proves("precision.bf16-overflow", "zero.stage")
 @pytest.mark.parametrize(
     ("stage", "checks"),
@@ -180,6 +183,7 @@ FLIPPED: dict[str, Any] = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.proves(
     "zero.buckets",
     "zero.contiguous",

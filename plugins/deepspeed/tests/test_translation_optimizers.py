@@ -78,7 +78,7 @@ def optimizer_of(name: str) -> dict[str, Any]:
     return {"type": kind, "params": {**params, **torchs}}
 
 
-@pytest.mark.matrix(7)
+@pytest.mark.matrix(3)
 @pytest.mark.proves(
     "optimizer.amsgrad",
     "optimizer.betas",
@@ -114,6 +114,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.proves("optimizer.bias-correction")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_deepspeeds_own_kernels_are_a_rounding_apart_and_called_approximate(kernel):
@@ -128,6 +129,7 @@ def test_deepspeeds_own_kernels_are_a_rounding_apart_and_called_approximate(kern
             assert furthest(mine, theirs) <= 1e-4
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.proves("offload.optimizer", "offload.parameters", "optimizer.kernel")
 @pytest.mark.parametrize(
     ("stage", "precision"), [(1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16"), (3, "bf16")]
@@ -187,7 +189,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.proves(
     "optimizer.lr",
     "schedule.other",

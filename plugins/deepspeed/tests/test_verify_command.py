@@ -13,6 +13,8 @@ from torsh_trainer_deepspeed.operators import extensions_dir
 
 from torsh_trainer.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 SCRIPT = """
 import argparse
 import deepspeed
@@ -71,9 +73,9 @@ def test_a_line_of_deepspeed_agrees_with_its_drop_in(tmp_path, monkeypatch, caps
         assert rows[0]["parameters"] != rows[1]["parameters"]
 
 
-def test_the_line_of_a_launch_file_is_taken_and_nothing_else_of_it_is_run(
-    tmp_path, monkeypatch, capsys
-):
+@pytest.fixture
+def verify_launch(tmp_path, monkeypatch):
+    """The words that compare a launch file of two jobs with its drop-in."""
     monkeypatch.chdir(tmp_path)
     Path("job").mkdir()
     Path("job", "train.py").write_text(SCRIPT)
@@ -84,10 +86,31 @@ def test_the_line_of_a_launch_file_is_taken_and_nothing_else_of_it_is_run(
         "deepspeed --num_gpus $GPUS train.py --deepspeed --deepspeed_config ${DS:-'ds.json'}\n"
         "deepspeed --num_gpus 2 other.py\n"
     )
-    verify = ["verify", "--launch", "job/run.sh", "--set", "1=2", "--steps", "3"]
-    assert main(verify) == 2
+    return ["verify", "--launch", "job/run.sh", "--set", "1=2", "--steps", "3"]
+
+
+def test_the_line_of_a_launch_file_is_taken_and_nothing_else_of_it_is_run(
+    verify_launch, tmp_path, monkeypatch, capsys
+):
+    engine = tmp_path / "bin" / "deepspeed"
+    engine.parent.mkdir()
+    engine.write_text('#!/bin/sh\necho "$PWD: $DS_ACCELERATOR: $*" >"$0.ran"\nexit 7\n')
+    engine.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{engine.parent}{os.pathsep}{os.environ['PATH']}")
+    assert main(verify_launch) == 2
     assert "--job job/run.sh:5" in capsys.readouterr().err
-    assert main([*verify, "--job", "5"]) == 0
+    assert main([*verify_launch, "--job", "5"]) == 3
+    asked = "--num_gpus 2 train.py --deepspeed --deepspeed_config ds.json"
+    assert f"verify: deepspeed {asked}" in capsys.readouterr().out
+    ran = Path(f"{engine}.ran").read_text()
+    assert ran == f"{tmp_path}/job: cpu: {asked}\n"
+    assert not Path("was_run").exists()
+    assert not Path("job", "was_run").exists()
+
+
+@pytest.mark.exhaustive  # as the line above, under the real engine
+def test_the_line_of_a_launch_file_agrees_with_its_drop_in(verify_launch, capsys):
+    assert main([*verify_launch, "--job", "5"]) == 0
     out = capsys.readouterr().out
     assert "deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds.json" in out
     assert "train.py: 3 steps of 2 processes, by drop-in beside the engine" in out

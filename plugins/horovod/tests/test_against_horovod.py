@@ -55,6 +55,7 @@ def written(comm: Any, hvd: Any, scenario: Scenario, options: dict[str, Any]) ->
     return outcome
 
 
+@pytest.mark.matrix(5)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     ("knobs", "options"),

@@ -18,6 +18,8 @@ import torch
 from torsh_trainer.dropin.names import PUBLIC
 from torsh_trainer.testing.compare import FP32
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 SCRIPTS = Path(__file__).with_name("scripts")
 EVERYTHING = SCRIPTS / "everything.py"
 IDIOMS = SCRIPTS / "idioms.py"

@@ -113,7 +113,7 @@ def words(legs: list[tuple[str, int, int | None]]) -> str:
     return "-".join(f"{name}{size}" for name, size, _ in legs)
 
 
-@pytest.mark.matrix(5)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("legs", JOURNEYS, ids=words)
 def test_a_run_goes_on_as_if_nothing_had_happened(legs, optimizer, plain, tmp_path):

@@ -7,12 +7,19 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from torsh_trainer.__main__ import main
 from torsh_trainer.testing.translated_scripts import (
     measure_difference,
     record_script,
     train_translation,
 )
+
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
+PYTHON = sys.executable
+"""What is recorded has to import torch itself."""
 
 SCRIPT = """
 import argparse
@@ -91,12 +98,12 @@ def test_its_losses_are_the_engines_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     Path("train.py").write_text(SCRIPT)
-    line = f"horovodrun -np 2 --gloo {sys.executable} train.py --accumulate 2 --clip 0.3 --lr 0.05"
+    line = f"horovodrun -np 2 --gloo {PYTHON} train.py --accumulate 2 --clip 0.3 --lr 0.05"
     task = ["--task", "my_task.py", "--output", "job.yaml"]
     assert main(["translate", "--command", line, *task]) in (0, 10)
     told = capsys.readouterr().out
     assert "nothing is missing" in told
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(Path(PYTHON).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path}
     seen = record_script(line.split(), folder=tmp_path, env=env)
     # The script divides each loss; its own clipping comes before the norm that is recorded.
@@ -106,6 +113,5 @@ def test_its_losses_are_the_engines_own(tmp_path, monkeypatch, capsys):
     assert [step.lr for step in original] == [0.1] * 6 + [0.05] * 6
     ours = train_translation(told, folder=tmp_path, env=os.environ)
     assert measure_difference(ours, original) < len(original) * BOUND
-    for changed in ("trainer.max_grad_norm=0.31", "optimizer.momentum=0.89"):
-        other = train_translation(told, changed, folder=tmp_path, env=os.environ)
-        assert measure_difference(other, original) > 1e-4
+    other = train_translation(told, "trainer.max_grad_norm=0.31", folder=tmp_path, env=os.environ)
+    assert measure_difference(other, original) > 1e-4

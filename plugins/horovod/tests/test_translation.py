@@ -155,7 +155,7 @@ def assert_the_same_bits(mine: list[RankTrace], theirs: list[RankTrace]) -> None
         assert one.rates == pytest.approx(other.rates, rel=1e-12)
 
 
-@pytest.mark.matrix(10)
+@pytest.mark.matrix(4)
 @proves(
     "clip",
     "compression",
@@ -195,7 +195,7 @@ CONTROLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("control", CONTROLS)
 def test_a_rule_that_is_switched_off_is_seen(tmp_path, control):
     job, spoilt = CONTROLS[control]
@@ -298,7 +298,7 @@ OPTIMIZERS = (
 )
 
 
-@pytest.mark.matrix(6)
+@pytest.mark.matrix(3)
 @proves("optimizer.lr", "optimizer.option", "optimizer.type")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_an_optimizer_of_torch_steps_as_it_does_under_horovod(tmp_path, optimizer):
@@ -335,7 +335,7 @@ SCHEDULES = (
 )
 
 
-@pytest.mark.matrix(4)
+@pytest.mark.matrix(2)
 @proves("schedule.interval", "schedule.option", "schedule.type")
 @pytest.mark.parametrize("scheduler", SCHEDULES)
 def test_every_update_of_a_schedule_is_the_scripts(tmp_path, scheduler):
@@ -368,6 +368,7 @@ AUTOCAST = {
 }
 
 
+@pytest.mark.matrix(2)
 @proves("precision.dtype")
 @pytest.mark.parametrize("job", AUTOCAST)
 def test_autocast_gives_the_bits_of_horovod(tmp_path, job):
@@ -377,6 +378,7 @@ def test_autocast_gives_the_bits_of_horovod(tmp_path, job):
         assert mine[0].scales == theirs[0].scales
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("job", AUTOCAST)
 def test_autocast_that_is_left_out_is_seen(tmp_path, job):
     (mine, _), (theirs, _) = both(tmp_path / "train.py", AUTOCAST[job], 2, precision=FP32)
@@ -423,7 +425,7 @@ def test_sparse_embeddings_are_reduced_as_under_horovod(tmp_path, dense):
 ON_FOUR = ("the mean", "the sum", "a mean of passes", "clipping", "a state that stays")
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @proves("engine", "op", "passes", "start.optimizer", "start.unused")
 @pytest.mark.parametrize("job", ON_FOUR)
 def test_on_four_ranks_fp32_is_a_rounding_apart(tmp_path, job):

@@ -33,6 +33,7 @@ def until(case: Case, epochs: int) -> Case:
     return replace(case, flags={**case.flags, "max_epochs": epochs})
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_checkpoint_of_lightning_goes_on_here_and_one_of_ours_there(name, tmp_path):
     case, files = saving(CASES[name]), {}

@@ -62,6 +62,7 @@ def losses(world: World, port: int, folder: Path, strategy: str) -> tuple[Any, .
     return plain, compiled, len(graphs)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_a_compiled_module_trains_as_it_is(strategy, on_ranks, tmp_path):
     plain, compiled, graphs = on_ranks(losses, tmp_path, strategy)[0]

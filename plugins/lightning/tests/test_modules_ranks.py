@@ -106,7 +106,7 @@ def test_our_loop_on_two_processes_does_what_lightning_does(run, lightnings, wat
     assert not _apart(lightnings[1:], found[1:], *(kinds or ("events", "metrics", "parameters")))
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("strategy", ENGINES)
 def test_every_engine_trains_a_module_within_rounding(run, lightnings, strategy):
     found: Said = [{}, {}]

@@ -215,6 +215,7 @@ def lightnings(on_ranks, tmp_path_factory) -> dict[str, Any]:
     return on_ranks(trained, folder, None, CLIPPED)[0]
 
 
+@pytest.mark.matrix(4)
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_trains_as_lightnings_ddp_clipping_and_accumulating(
     on_ranks, lightnings, tmp_path, name
@@ -259,6 +260,7 @@ def fit_synchronised(world, port, folder, engine) -> tuple[list[float], dict[str
         return module.losses, module.state_dict(), type(module.body[1]).__name__
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["gloo", "ddp, after backward", "fsdp", "horovod"])
 def test_batch_normalisation_over_all_processes_is_that_of_one(on_ranks, tmp_path, name):
     alone = net("SGD")
@@ -300,6 +302,7 @@ def carried_on(world, port, folder, engine, path) -> dict[str, Any]:
         return told(trainer, module, folder)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_checkpoint_of_lightnings_is_cut_over_ranks_and_put_together_again(
     on_ranks, whole_run, tmp_path, name
@@ -311,6 +314,7 @@ def test_a_checkpoint_of_lightnings_is_cut_over_ranks_and_put_together_again(
         _close(theirs[kind], ours[kind], 1e-6)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", SHARDED)
 def test_lightning_goes_on_from_a_checkpoint_written_under_sharding(
     on_ranks, lightnings, tmp_path, name
@@ -477,6 +481,7 @@ def owing(world, port, folder, name, path) -> dict[str, Any]:
         return saved
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["ddp", "gloo"])
 def test_what_compression_owes_is_in_a_checkpoint(on_ranks, tmp_path, name):
     path, key = tmp_path / "half.ckpt", "torsh_trainer.compression"
@@ -506,6 +511,7 @@ def refused(world, port, folder, engine, module, flags) -> str:
     return str(error.value)
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("engine", "module", "flags", "words"),
     [

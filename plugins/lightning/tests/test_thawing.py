@@ -104,6 +104,7 @@ def close(one: Parameters, other: Any) -> None:
         torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.matrix(3)
 @pytest.mark.parametrize("name", ABLE)
 def test_what_is_freed_and_frozen_later_trains_on_two_ranks_as_on_one(
     on_ranks, alone, tmp_path, name
@@ -115,6 +116,7 @@ def test_what_is_freed_and_frozen_later_trains_on_two_ranks_as_on_one(
         close(alone["module"], rank["module"])
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize("name", ["ddp", "ddp, after backward", "gloo", "fsdp", "horovod"])
 def test_a_module_that_is_frozen_whole_trains_once_it_is_freed(on_ranks, alone, tmp_path, name):
     ours = on_ranks(trained, tmp_path / "ours", {"all": "ours"}, ENGINES[name])
@@ -143,6 +145,7 @@ def test_under_lightnings_own_ddp_each_rank_goes_its_own_way(on_ranks, alone, tm
     close(alone["frees"], ours["frees"])
 
 
+@pytest.mark.matrix(2)
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
@@ -203,6 +206,7 @@ def test_a_run_goes_on_in_the_middle_with_what_was_freed_and_frozen(on_ranks, al
             assert same(again, whole, THE_SAME_BITS)
 
 
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("name", ["ddp", "horovod"])
 def test_a_ckpt_of_lightnings_goes_on_as_on_one_process(on_ranks, tmp_path, name):
     case = KINDS["callback"]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from torsh_mpi.launcher import Mpi
 
 from torsh_trainer.strategies import builtin
@@ -19,6 +20,7 @@ class TestCommunicator(CommunicatorContract):
 
 
 class TestDDP(StrategyContract):
+    variant = True
     strategy = DDP()
     comm_options = MPI
     for_unused = DDP(find_unused_parameters=True)
@@ -40,6 +42,7 @@ class TestBuiltIn(StrategyContract):
 class TestBuiltInWithZero1(StrategyContract):
     """The parameters lie in memory that the ranks share, and each steps its own."""
 
+    variant = True
     strategy = builtin.MPI(zero1=True, find_unused_parameters=True)
     comm_options = MPI
     world_sizes = (2,)
@@ -53,6 +56,7 @@ class TestFSDP(StrategyContract):
     comm_options = MPI
 
 
+@pytest.mark.exhaustive  # groups of two are those of TestFSDP, and of HSDP on gloo
 class TestHSDP(StrategyContract):
     variant = True
     strategy = FSDP(shard_size=2, wrap_min_parameters=60)

@@ -533,6 +533,7 @@ class TestTraining:
             losses.append(loss.item())
         return losses
 
+    @pytest.mark.matrix(2)
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
     def test_losses_are_those_of_gloo(self, engine, size):
