@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 QUICK = "+recipe=quick.yaml"
 
 # What is typed, and what the one line must hold.

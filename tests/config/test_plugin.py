@@ -16,6 +16,8 @@ import torch
 from torsh_trainer.checkpoint.cli.contents import Contents
 from torsh_trainer.utils import registry
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 STRATEGY = """
 from torsh_example.strategy import Example
 from torsh_trainer.testing import StrategyContract

@@ -7,12 +7,16 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate
 from torsh_trainer.translate.nodes import leaves
 from torsh_trainer.translate.plan import Plan
 from torsh_trainer.translate.reading import read
+
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 OPTIONS = Options(
     context="hf-trainer",

@@ -33,6 +33,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 CONF = Path(__file__).parents[2] / "conf"
 CHOSEN = {"task": "classification", "model": "mlp", "data": None}
 

@@ -19,6 +19,8 @@ from own_task_cases import DIGITS, ENGINES, ROWS, TEXTS, small, write
 
 from torsh_trainer.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 @pytest.fixture
 def engines(tmp_path) -> Path:

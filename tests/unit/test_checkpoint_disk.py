@@ -17,6 +17,8 @@ from full_disk import files_of_at_most
 from torsh_trainer.checkpoint.store.finding import find
 from torsh_trainer.errors import ConfigError, ResourceError, TrainingError
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_full_disk_is_a_resource_error_and_nothing_older_is_lost(tmp_path, mode):

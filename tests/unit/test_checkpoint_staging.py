@@ -32,6 +32,8 @@ from torsh_trainer.checkpoint.tensors.staging import Staging
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ResourceError
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 def checkpointer(folder: Path, mode: str = "sync") -> DcpCheckpointer:
     return DcpCheckpointer(folder, LocalCommunicator(), CheckpointOptions(mode=mode))

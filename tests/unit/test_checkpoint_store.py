@@ -33,6 +33,8 @@ from torsh_trainer.checkpoint.store.retention import candidates
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError, ResourceError
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 def checkpointer(folder: StoragePath, **options) -> DcpCheckpointer:
     return DcpCheckpointer(folder, LocalCommunicator(), CheckpointOptions(**options))

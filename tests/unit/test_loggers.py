@@ -31,6 +31,8 @@ from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.rundir import RunDir
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 
 def test_jsonl_holds_one_object_for_every_report_and_none_for_other_steps(tmp_path):
     drive(Jsonl(), run_info(tmp_path), whole_run())
