@@ -44,7 +44,8 @@ class Launch:
     def arguments(self) -> tuple[Word, ...]:
         """What the script is given."""
         found = self.script_at
-        return () if found is None else self.command[found + 1 :]
+        behind = () if found is None else self.command[found + 1 :]
+        return tuple(word for word in behind if not word.is_all_arguments)
 
     @property
     def script_at(self) -> int | None:
@@ -96,6 +97,9 @@ def read(text: str, *, name: str, known: Mapping[str, str], file: str = "") -> L
     for variable, word in {**exported, **command.variables}.items():
         if variable.startswith("HOROVOD_"):
             reader.variable(variable, word)
+    for variable, word in {**command.exported, **command.variables}.items():
+        if not variable.startswith("HOROVOD_"):
+            reader.leaf(variable, variable, word.text, word.place, "env.others")
     return reader.launch(command.words[at + 1 :])
 
 

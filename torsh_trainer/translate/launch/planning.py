@@ -464,6 +464,11 @@ class _Planning:
         command = self.job.line.command
         for condition in command.conditions:
             yield f"it is started where this holds, which nobody here can tell: {condition}"
+        if self.job.line.hands_on:
+            yield (
+                "the file hands its own arguments on ($@), and none are taken here: --set "
+                "@='--lr 0.1 ...' gives them"
+            )
         for name, value in command.rounds:
             if not value:
                 yield f"a loop starts it once for each {name}, which only a shell can list"
