@@ -47,7 +47,8 @@ class ScriptReading:
     """What a script does, in the order of a run; ``used`` are the settings that were asked for.
 
     ``is_whole``: all of it was followed; a script of very many statements is not. ``skipped`` are
-    the branches that were not, ``frames`` all calls of its functions, and the modules.
+    the branches that were not, ``frames`` all calls of its functions, and the modules, ``assumed``
+    variables of the environment that were taken for unset.
     """
 
     events: tuple[Event, ...]
@@ -55,6 +56,7 @@ class ScriptReading:
     is_whole: bool = True
     skipped: tuple[Skipped, ...] = ()
     frames: tuple[Frame, ...] = ()
+    assumed: tuple[str, ...] = ()
 
     def all(self, what: str) -> list[Event]:
         """The events of one sort."""

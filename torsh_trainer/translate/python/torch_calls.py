@@ -133,10 +133,10 @@ class TorchWalk(FileWalk):
             return self.unknown(node)
         of_transformers = dotted.startswith(_SCHEDULES) and "schedule" in last
         if of_transformers or dotted.startswith("torch.optim.lr_scheduler."):
-            facts = {"class": last, "args": args, "named": named}
-            self.event("scheduler", node, facts)
-            return Thing("scheduler", place_of(node), facts)
-        if dotted.startswith("torch.optim."):
+            return self.schedule(last, args, named, node)
+        if dotted == "torch.optim.swa_utils.SWALR":
+            return self.schedule(last, args, named, node)
+        if dotted.startswith("torch.optim.") and not dotted.startswith("torch.optim.swa_utils."):
             return self.optimizer(last, args, named, node)
         if dotted in _OTHER_ADAMS and named.get("correct_bias", True) is True and len(args) < 6:
             named = {"eps": 1e-6, "weight_decay": 0.0} | named
@@ -184,6 +184,14 @@ class TorchWalk(FileWalk):
         owner = re.sub(r"\(.*", "", written.rpartition(".")[0]).rpartition(".")[2]
         if owner and not _HARMLESS_STEPS.search(owner):
             self.event("step.unknown", node, {"written": written, "made": made})
+
+    def schedule(
+        self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call
+    ) -> Thing:
+        """A scheduler that the script makes."""
+        facts = {"class": kind, "args": args, "named": named}
+        self.event("scheduler", node, facts)
+        return Thing("scheduler", place_of(node), facts)
 
     def optimizer(
         self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call, of: str = ""

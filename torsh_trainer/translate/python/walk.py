@@ -30,6 +30,7 @@ from torsh_trainer.translate.python.events import (
 from torsh_trainer.translate.python.expressions import truth_of
 from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
 from torsh_trainer.translate.python.matching import chain_of_match
+from torsh_trainer.translate.python.objects import read_class, set_attribute
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -93,10 +94,11 @@ class Walk(ScriptCalls):
         is_whole = self.steps <= _MOST_STEPS
         return ScriptReading(
             tuple(self.events),
-            frozenset(self.used),
+            frozenset(self.used | self.environment.used),
             is_whole,
             tuple(self.skipped),
             tuple(self.frames),
+            tuple(self.environment.assumed),
         )
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
@@ -151,6 +153,7 @@ class Walk(ScriptCalls):
                 kind = Kind(node, self.module)
                 scope[node.name] = kind
                 self.kinds.append(kind)
+                read_class(self, kind, scope)
             case ast.Assign():
                 value = self.value(node.value, scope)
                 for target in node.targets:
@@ -188,7 +191,11 @@ class Walk(ScriptCalls):
                 value = None if node.value is None else self.value(node.value, scope)
                 returned.values.append(value)
                 return True
-            case ast.Raise() | ast.Break() | ast.Continue():
+            case ast.Break():
+                if self.around.loops and (self.around.under or self.around.every != 1):
+                    self.event("loop.break", node, {})
+                return True
+            case ast.Raise() | ast.Continue():
                 return True
             case _:
                 pass
@@ -285,6 +292,8 @@ class Walk(ScriptCalls):
                     owner.facts[target.attr] = self.sure(value, target) if settled else value
                     origins = owner.origins.setdefault(target.attr, [])
                     origins.append((self.frame, self.frame.now))
+                elif isinstance(owner, Kind | ScriptDict):
+                    set_attribute(self, owner, target.attr, value, target)
             case ast.Subscript():
                 key = self.value(target.slice, scope)
                 owner = self.value(target.value, scope)
@@ -294,6 +303,9 @@ class Walk(ScriptCalls):
                     self.event("param_group.option", target, {"name": key, "value": value})
                 if isinstance(owner, ScriptDict):
                     self.put(owner, key, value, target)
+                elif isinstance(owner, ImportedName) and owner.dotted == "os.environ":
+                    if isinstance(key, str):
+                        self.environment.here[key] = self.sure(value, target)
             case _:
                 pass
 
@@ -303,7 +315,7 @@ class Walk(ScriptCalls):
         if isinstance(key, str):
             owner.put(key, self.sure(value, target), place, file)
         else:
-            owner.untold.append((write_expression(target), place, file))
+            owner.mark_untold(write_expression(target), place, file)
 
     def delete(self, target: ast.expr, scope: Scope) -> None:
         """``del target``, of a dictionary or of an object."""
@@ -411,6 +423,7 @@ class Walk(ScriptCalls):
         self.around = replace(kept, loops=(*kept.loops, id(node)))
         if isinstance(node, ast.While):
             self.value(node.test, scope)
+            self.event("loop.while", node, {"written": write_expression(node.test)})
             with self.inside(node):
                 self.block(node.body, scope, returned)
         else:
@@ -434,6 +447,9 @@ class Walk(ScriptCalls):
             elif bounds and all(isinstance(bound, int) for bound in bounds):
                 count = bounds[-1] - (bounds[0] if len(bounds) == 2 else 0)
                 self.event("loop.range", node, {"count": count})
+            elif bounds:
+                written = write_expression(node.iter)
+                self.event("loop.untold", node, {"written": written})
 
 
 def _rounds_of(over: Any, node: ast.For | ast.AsyncFor) -> list[Any] | None:

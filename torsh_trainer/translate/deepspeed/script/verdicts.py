@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torsh_trainer.translate.deepspeed.script.loops import LOOPS, judge_length
 from torsh_trainer.translate.outcomes import (
     Outcome,
     approximate,
@@ -47,9 +48,14 @@ ENGINE: Mapping[str, Outcome] = {
     "train_batch": refuse(f"a pipeline's step: {_MESHES}"),
     "eval_batch": refuse(f"a pipeline's step: {_MESHES}"),
     "generate": refuse("generation with an engine while it trains"),
+    "set_gradient_accumulation_boundary": approximate(
+        "the script says itself which micro-batch ends a step: see that trainer.accumulate is as many"
+    ),
+    "set_lr": refuse("the script sets the rate itself: write it as a schedule"),
 }
 """Method of an engine -> verdict."""
 
+_SETS = refuse("it changes the engine while it trains: say in the recipe what it comes to")
 _READ = Outcome("yours", "reads the engine: your task or callback takes what it stands for")
 
 CALLS: tuple[tuple[str, Outcome], ...] = (
@@ -142,7 +148,8 @@ def _outcomes_of(
             why = "beside DeepSpeed's own division: your task's loss keeps it"
             yield "loss / ...", text, Outcome("yours", why)
     elif what.startswith("engine."):
-        yield what, None, ENGINE.get(what.partition(".")[2], _READ)
+        name = what.partition(".")[2]
+        yield what, None, ENGINE.get(name, _SETS if name.startswith("set_") else _READ)
     elif what.startswith("deepspeed."):
         yield what, None, _outcome_of_call(what.partition(".")[2])
     elif what in ("clip_grad_norm", "clip_grad_value"):
@@ -172,12 +179,9 @@ def _outcomes_of(
         yield f"param_group.{event.facts['name']}", None, refuse(CHANGES_OPTION)
     elif what == "param_group.lr":
         yield what, None, refuse("the script sets the rate itself: write it as a schedule")
-    elif what == "loop.range":
-        steps = reading.all("engine.step")
-        count = event.facts["count"]
-        if count > 0 and steps and event.loops[-1] in steps[0].loops[:-1]:
-            yield "epochs", count, exact("rounds of the outer loop", trainer__max_epochs=count)
-    elif what == "loop.loader" and _trains(event, reading):
+    if what in LOOPS:
+        yield from judge_length(event, reading, accumulate)
+    if what == "loop.loader" and _trains(event, reading):
         yield from _outcomes_of_loader(event)
 
 
