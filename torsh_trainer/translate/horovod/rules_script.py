@@ -519,8 +519,14 @@ def _interval(job: HorovodJob, leaf: Leaf) -> Outcome:
         return refuse("the script steps once an epoch a curve that is made for updates")
     if job.get("scheduler") in PLAIN_SCHEDULES and leaf.value == "step":
         return exact("with each update, as schedules here do")
-    if leaf.value == "never" or job.get("scheduler") not in SCHEDULERS:
+    if leaf.value == "never":
         return dead("nothing steps it here")
+    if job.get("scheduler") not in SCHEDULERS:
+        return dead("it belongs to the scheduler above, which has no translation")
+    if leaf.value not in ("step", "epoch"):
+        return Outcome(
+            "yours", f"it steps {leaf.value}, which is not read: say schedule.interval=step or epoch"
+        )
     return exact("as often as in the script", schedule__interval=leaf.value)
 
 
@@ -534,6 +540,30 @@ fixed_rule(
     "schedule.by-hand",
     "refused",
     "the script sets the rate itself: write what it does as a schedule, or as one of torch",
+)
+
+
+@rule("length", "Rounds over the data, or steps, as the script's loops have them.")
+def _length(job: HorovodJob, leaf: Leaf) -> Outcome:
+    return exact("as many as its loops have", **{f"trainer__max_{leaf.key}": leaf.value})
+
+
+@rule("length.sooner", "Rounds of a loop that a condition may end.")
+def _sooner(job: HorovodJob, leaf: Leaf) -> Outcome:
+    why = "as many as its loops have, unless a condition of the script ends them sooner"
+    return approximate(why, **{f"trainer__max_{leaf.key}": leaf.value})
+
+
+fixed_rule(
+    "length.untold",
+    "yours",
+    "reading does not tell how many rounds: trainer.max_epochs or trainer.max_steps says it",
+)
+fixed_rule(
+    "precision.cast",
+    "yours",
+    "your task casts its model as the script does, and all that is held for a parameter with it; "
+    "precision=fp32 leaves it so",
 )
 fixed_rule("step.beside", "refused", STEPS_BESIDE)
 fixed_rule("gradient.changed", "refused", CHANGES_GRADIENT)

@@ -37,6 +37,7 @@ from torsh_trainer.translate.launch.variables import is_deciding, judge_variable
 from torsh_trainer.translate.outcomes import Outcome, exact
 from torsh_trainer.translate.plan import Fact, Plan
 from torsh_trainer.translate.python.arguments import read_words
+from torsh_trainer.translate.python.environment import read_environment
 from torsh_trainer.translate.shell.words import Word
 
 _SHORTEST = 9
@@ -287,6 +288,8 @@ class _Planning:
         """The findings of a script that makes an engine of its own, with the line's words."""
         job = self.job
         words = read_words([word.text for word in job.line.arguments])
+        command = job.line.command
+        words.environment = read_environment({**command.exported, **command.variables})
         size = self.asked.world_size or job.world.processes
         line = LineOfScript(words, job.settings, size, self.asked, self.document)
         read = kind.plan(script, line)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.arguments import call_parser, define_flag, read_parameters
 from torsh_trainer.translate.python.click_options import read_options
 from torsh_trainer.translate.python.dataclass_arguments import (
@@ -68,7 +69,9 @@ class ScriptCalls(Expressions):
         self.events: list[Event] = []
         self.around = Around()
         self.visited: set[tuple[str, str]] = set()
-        self.seen: set[tuple[str, str, int, int]] = set()
+        self.seen: dict[tuple[str, str, int, int], tuple[int, ...]] = {}
+        self.events_at: set[tuple[str, str, int, int]] = set()
+        self.again: set[tuple[str, Place]] = set()
         self.frame = Frame(self.module)
         self.tops: dict[str, Frame] = {"": self.frame}
         self.frames: list[Frame] = [self.frame]
@@ -89,7 +92,13 @@ class ScriptCalls(Expressions):
         else:
             target = self.value(node.func, scope)
         args, named = self.read_arguments(node, scope)
-        return self.call_value(target, args, named, node)
+        value = self.call_value(target, args, named, node)
+        if isinstance(value, Unknown):
+            self.hand_over(node, [*args, *named.values()])
+        return value
+
+    def hand_over(self, node: ast.Call, given: list[Any]) -> None:
+        """Objects are handed to a call that is not followed."""
 
     def call_value(
         self, target: Any, args: list[Any], named: dict[str, Any], node: ast.Call
@@ -338,8 +347,10 @@ class ScriptCalls(Expressions):
         """Enters that something has happened here, once for each place."""
         place, around = place_of(node), self.around
         spot = (what, self.module.file, place.line, place.column)
-        if spot not in self.seen:  # a function may be called twice
-            self.seen.add(spot)
+        if self.seen.setdefault(spot, around.loops) != around.loops:
+            self.again.add((self.module.file, place))
+        elif spot not in self.events_at:  # a function may be called twice
+            self.events_at.add(spot)
             self.events.append(
                 Event(
                     what,

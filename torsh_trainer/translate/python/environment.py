@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torsh_trainer.translate.python.values import Unknown
+from torsh_trainer.translate.shell.words import Word
+
 GET = ("os.environ.get", "os.getenv", "os.environ.setdefault")
 """Functions that read a variable, with a default."""
 
@@ -16,6 +19,14 @@ _OF_OTHERS = re.compile(
     r"AMLT|AZUREML|SM|AWS|CI|PET|RDZV|LSF|SGE|JOB|COLAB|KAGGLE|PYTHON)_\w+"
 )
 """Variables that launchers, schedulers and shells set: a default says nothing of them."""
+
+
+def read_environment(variables: Mapping[str, Word]) -> dict[str, Any]:
+    """Variables of a shell as a script finds them."""
+    return {
+        name: Unknown(f"os.environ[{name!r}]", word.place) if word.holes else word.text
+        for name, word in variables.items()
+    }
 
 
 @dataclass

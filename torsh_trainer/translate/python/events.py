@@ -48,7 +48,8 @@ class ScriptReading:
 
     ``is_whole``: all of it was followed; a script of very many statements is not. ``skipped`` are
     the branches that were not, ``frames`` all calls of its functions, and the modules, ``assumed``
-    variables of the environment that were taken for unset.
+    variables of the environment that were taken for unset, ``again`` places (with their files) at
+    which something happens within several loops, of which an event has the first.
     """
 
     events: tuple[Event, ...]
@@ -57,6 +58,7 @@ class ScriptReading:
     skipped: tuple[Skipped, ...] = ()
     frames: tuple[Frame, ...] = ()
     assumed: tuple[str, ...] = ()
+    again: frozenset[tuple[str, Place]] = frozenset()
 
     def all(self, what: str) -> list[Event]:
         """The events of one sort."""

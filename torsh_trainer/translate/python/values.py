@@ -268,6 +268,9 @@ def times(divided: Any, more: Any) -> Any:
 
 def compare(node: ast.Compare, values: list[Any], otherwise: Unknown) -> Any:
     """A chain of comparisons."""
+    if len(values) == 2 and values[1] is None and isinstance(node.ops[0], ast.Is | ast.IsNot):
+        if isinstance(values[0], Thing | Function | Kind | Module | dict | list | tuple):
+            return isinstance(node.ops[0], ast.IsNot)
     if not all(is_plain(value) for value in values):
         return otherwise
     result: Any = True

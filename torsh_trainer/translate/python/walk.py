@@ -28,7 +28,7 @@ from torsh_trainer.translate.python.events import (
     place_of,
 )
 from torsh_trainer.translate.python.expressions import truth_of
-from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
+from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound, list_carried
 from torsh_trainer.translate.python.matching import chain_of_match
 from torsh_trainer.translate.python.objects import read_class, set_attribute
 from torsh_trainer.translate.python.values import (
@@ -79,6 +79,7 @@ class Walk(ScriptCalls):
         self.steps = 0
         self.skipped: list[Skipped] = []
         self.kinds: list[Kind] = []
+        self.nested: list[Function] = []
 
     def read(self, tree: ast.Module, *, name: str, script: Path | None = None) -> ScriptReading:
         """What a script does; ``script`` is where it lies, which it may ask for.
@@ -99,6 +100,7 @@ class Walk(ScriptCalls):
             tuple(self.skipped),
             tuple(self.frames),
             tuple(self.environment.assumed),
+            frozenset(self.again),
         )
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
@@ -118,6 +120,10 @@ class Walk(ScriptCalls):
                     self.call_function(
                         Function(method, kind.module, kind), [kind.made[-1]], {}, method
                     )
+
+        for function in self.nested:  # what is handed to a function that is not read, to be called
+            if (function.module.file, function.name) not in self.visited:
+                self.call_function(function, [], {}, function.node)
 
     def block(
         self, body: Sequence[ast.stmt], scope: Scope, returned: Returned | None = None
@@ -147,7 +153,9 @@ class Walk(ScriptCalls):
                 self.imports(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 around = (scope, self.frame) if isinstance(scope, FunctionScope) else (None, None)
-                scope[node.name] = Function(node, self.module, None, *around)
+                made = scope[node.name] = Function(node, self.module, None, *around)
+                if around[0] is not None or not self.module.file:
+                    self.nested.append(made)
                 self.walk_decorators(node, scope)
             case ast.ClassDef():
                 kind = Kind(node, self.module)
@@ -424,12 +432,15 @@ class Walk(ScriptCalls):
         if isinstance(node, ast.While):
             self.value(node.test, scope)
             self.event("loop.while", node, {"written": write_expression(node.test)})
+            self.forget_carried(node, scope)
             with self.inside(node):
                 self.block(node.body, scope, returned)
         else:
             over = self.value(node.iter, scope)
             self.walk_loop(over, node)
             known = _rounds_of(over, node)
+            if known is None:
+                self.forget_carried(node, scope)
             for item in [self.unknown(node.target)] if known is None else known:
                 self.assign(node.target, item, scope)
                 with self.inside(node):
@@ -437,18 +448,31 @@ class Walk(ScriptCalls):
         self.around = kept
         self.block(node.orelse, scope, returned)
 
+    def forget_carried(self, node: ast.stmt, scope: Scope) -> None:
+        """What each round of a loop makes of what the last one left (``step += 1``) is not known: a
+        loop is walked once."""
+        for target in list_carried(node):
+            old = self.value(target, scope)
+            if is_plain(old):
+                self.assign(target, self.unknown(target), scope)
+
     def walk_loop(self, over: Any, node: ast.For | ast.AsyncFor) -> None:
+        written = write_expression(node.iter)
         if isinstance(over, Thing) and over.kind == "loader":
-            self.event("loop.loader", node, {"loader": over})
-        if isinstance(over, Thing) and over.kind == "range":
+            self.event("loop.loader", node, {"loader": over, "written": written})
+        elif isinstance(over, list | tuple):
+            self.event("loop.items", node, {"count": len(over), "written": written})
+        elif not isinstance(over, Thing) or over.kind != "range":
+            self.event("loop.other", node, {"written": written})
+        else:
             bounds = over.facts["of"]
             if len(bounds) == 3:
                 self.event("loop.slices", node, {"step": bounds[2]})
+                self.event("loop.other", node, {"written": written})
             elif bounds and all(isinstance(bound, int) for bound in bounds):
                 count = bounds[-1] - (bounds[0] if len(bounds) == 2 else 0)
-                self.event("loop.range", node, {"count": count})
+                self.event("loop.range", node, {"count": count, "written": written})
             elif bounds:
-                written = write_expression(node.iter)
                 self.event("loop.untold", node, {"written": written})
 
 

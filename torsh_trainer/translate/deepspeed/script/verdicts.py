@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torsh_trainer.translate.deepspeed.script.loops import LOOPS, judge_length
 from torsh_trainer.translate.outcomes import (
     Outcome,
     approximate,
@@ -18,6 +17,7 @@ from torsh_trainer.translate.outcomes import (
 )
 from torsh_trainer.translate.plan import Finding
 from torsh_trainer.translate.python.events import Event, ScriptReading
+from torsh_trainer.translate.python.lengths import find_length
 from torsh_trainer.translate.python.torch_calls import (
     CHANGES_GRADIENT,
     CHANGES_OPTION,
@@ -129,6 +129,11 @@ def judge_arguments(event: Event) -> Iterator[Finding]:
 def judge_events(reading: ScriptReading, *, stage: int, accumulate: int) -> Iterator[Judged]:
     """A verdict for everything that the script does with an engine, once for each name."""
     told: set[str] = set()
+    steps = reading.all("engine.step")
+    length = find_length(reading, steps[0], passes=accumulate) if steps else None
+    if length is not None:
+        made = _finding(length.key, length.value, length.event, length.outcome)
+        yield Judged(made, length.outcome)
     for event in reading.events:
         for key, value, outcome in _outcomes_of(event, reading, stage, accumulate):
             if key not in told:
@@ -179,9 +184,7 @@ def _outcomes_of(
         yield f"param_group.{event.facts['name']}", None, refuse(CHANGES_OPTION)
     elif what == "param_group.lr":
         yield what, None, refuse("the script sets the rate itself: write it as a schedule")
-    if what in LOOPS:
-        yield from judge_length(event, reading, accumulate)
-    if what == "loop.loader" and _trains(event, reading):
+    elif what == "loop.loader" and _trains(event, reading):
         yield from _outcomes_of_loader(event)
 
 
