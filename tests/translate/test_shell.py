@@ -31,7 +31,7 @@ AS_BASH = {
     "quotes": 'A=\'x  y\'; f-x "$A" $A \'$A\' "a\\"b" a\\ b',
     "continuation": "f-x a \\\n   b \\\n c",
     "words that go on": 'A=1; f-x --m=\\\n$A/x,\\\n"b c"\\\nd \\\n e',
-    "no arguments": 'if [ $# -gt 0 ]; then A=1; elif (( $# < 1 )); then A=2; fi; f-x $A',
+    "no arguments": "if [ $# -gt 0 ]; then A=1; elif (( $# < 1 )); then A=2; fi; f-x $A",
     "arguments handed on": 'g() { f-x "${1:-all}" "${2-x}"; }; g "$@"; g a "$@"',
     "blanks in a string": 'A="a ${B:-x} \\\n   ${C:-y} \\\n z"; f-x $A "$A"',
     "defaults": "f-x ${A:-4} ${A-5} ${B:=6} $B ${B:+7} ${A:+8}",

@@ -525,7 +525,8 @@ def _interval(job: HorovodJob, leaf: Leaf) -> Outcome:
         return dead("it belongs to the scheduler above, which has no translation")
     if leaf.value not in ("step", "epoch"):
         return Outcome(
-            "yours", f"it steps {leaf.value}, which is not read: say schedule.interval=step or epoch"
+            "yours",
+            f"it steps {leaf.value}, which is not read: say schedule.interval=step or epoch",
         )
     return exact("as often as in the script", schedule__interval=leaf.value)
 

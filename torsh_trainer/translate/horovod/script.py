@@ -99,7 +99,9 @@ class _HorovodWalk(TorchWalk):
     def start(self, function: Any, args: Any, named: Any, node: ast.Call) -> Any:
         """The function that such a call starts in every process."""
         given = list(args) if isinstance(args, list | tuple) else []
-        return self.call_value(function, given, dict(named) if isinstance(named, dict) else {}, node)
+        return self.call_value(
+            function, given, dict(named) if isinstance(named, dict) else {}, node
+        )
 
     def call_method(
         self, owner: Any, name: str, args: list[Any], named: dict[str, Any], node: ast.Call

@@ -143,7 +143,13 @@ def _report_value(value: Any) -> Any:
 def _dtypes(job: HorovodJob, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
     cast = {"double": "fp64", "half": "fp16", "bfloat16": "bf16"}.get(job.get("cast", ""))
     if cast:
-        rows = ("parameters", "compute", "gradient communication", "accumulation", "optimizer state")
+        rows = (
+            "parameters",
+            "compute",
+            "gradient communication",
+            "accumulation",
+            "optimizer state",
+        )
         return (
             *(DTypes(row, cast, cast) for row in rows),
             DTypes("buffers", "as the model has them", "as the model has them"),

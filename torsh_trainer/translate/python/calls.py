@@ -30,6 +30,7 @@ from torsh_trainer.translate.python.events import (
 )
 from torsh_trainer.translate.python.expressions import Expressions
 from torsh_trainer.translate.python.frames import Frame, match_arguments
+from torsh_trainer.translate.python.hydra_configs import read_hydra
 from torsh_trainer.translate.python.objects import (
     NOT_SET,
     PARTIAL,
@@ -115,9 +116,7 @@ class ScriptCalls(Expressions):
             args, named = [*given["args"], *args], {**given["named"], **named}
             return self.call_value(given["of"], args, named, node)
         if isinstance(target, Unknown) and isinstance(target.of, ast.Lambda):
-            return self.call_function(
-                function_of_lambda(target.of, self.module), args, named, node
-            )
+            return self.call_function(function_of_lambda(target.of, self.module), args, named, node)
         return self.unknown(node)
 
     def look_up(self, owner: Any, name: str, node: ast.expr) -> Any:
@@ -153,7 +152,7 @@ class ScriptCalls(Expressions):
             return nothing
         caller, self.module = self.module, function.module
         if function.kind is None and not args:
-            named = read_options(self, function) | named
+            named = read_options(self, function) | read_hydra(self, function) | named
         arguments = dict(_bind_arguments(definition, args, named, self))
         frame, within = self.frame, self.within
         self.frame, self.within = self.enter(function, arguments, node), ()

@@ -11,7 +11,9 @@ from torsh_trainer.translate.python.events import Event, ScriptReading
 _COUNTED = ("loop.range", "loop.untold", "loop.while")
 _LOOPS = (*_COUNTED, "loop.items", "loop.loader", "loop.other")
 _UNTOLD = "reading does not tell how many rounds: trainer.max_epochs or trainer.max_steps says it"
-_SEVERAL = "it is reached within several loops: trainer.max_epochs or trainer.max_steps says how long"
+_SEVERAL = (
+    "it is reached within several loops: trainer.max_epochs or trainer.max_steps says how long"
+)
 
 
 class Length(NamedTuple):

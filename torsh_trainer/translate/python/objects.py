@@ -26,7 +26,17 @@ NOT_SET = Unknown("not set", Place())
 """What ``find_attribute`` returns of a name that nothing sets."""
 
 _RECORDS = (
-    *("DotMap", "EasyDict", "edict", "Munch", "munchify", "Box", "Bunch", "AttrDict", "AttributeDict"),
+    *(
+        "DotMap",
+        "EasyDict",
+        "edict",
+        "Munch",
+        "munchify",
+        "Box",
+        "Bunch",
+        "AttrDict",
+        "AttributeDict",
+    ),
     *("DotDict", "Dotdict", "dotdict", "ConfigDict"),
 )
 """Dictionaries of libraries with attributes for keys."""

@@ -30,7 +30,9 @@ def call_omegaconf(
     """The value of ``OmegaConf.name(...)``; ``NOT_SET`` where reading does not tell it."""
     first = args[0] if args else named.get("file_", named.get("obj"))
     if name == "load":
-        opened = first if isinstance(first, Thing) else Thing("file", place_of(node), {"path": first})
+        opened = (
+            first if isinstance(first, Thing) else Thing("file", place_of(node), {"path": first})
+        )
         loaded = walk.load(opened, node)
         return read_values(loaded, node) if isinstance(loaded, ScriptDict) else loaded
     if name == "from_cli" and not args:
@@ -41,7 +43,9 @@ def call_omegaconf(
     if name in ("merge", "unsafe_merge"):
         return merge_records([_record_of(walk, arg, node) for arg in args])
     if name in _COPIES and name != "to_yaml":
-        found = ScriptDict() if first is None and name == "create" else _record_of(walk, first, node)
+        found = (
+            ScriptDict() if first is None and name == "create" else _record_of(walk, first, node)
+        )
         return copy_record(found) if isinstance(found, ScriptDict | list) else NOT_SET
     if name == "update" and len(args) > 2 and isinstance(first, ScriptDict):
         put_dotted(first, str(args[1]), walk.sure(args[2], node), node)

@@ -159,7 +159,9 @@ class TorchWalk(FileWalk):
 
     def method(self, owner: Any, name: str, node: ast.Call, scope: Scope) -> Any:
         if name in _CASTS and not node.args and not self.around.loops:
-            written = write_expression(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            written = (
+                write_expression(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            )
             if _MODELS.search(written):
                 self.event("model.cast", node, {"written": f"{written}.{name}()"[:60], "to": name})
         if isinstance(owner, Unknown) and name.endswith("_") and name not in _KEEP_GRADIENT:
@@ -197,9 +199,7 @@ class TorchWalk(FileWalk):
         if owner and not _HARMLESS_STEPS.search(owner):
             self.event("step.unknown", node, {"written": written, "made": made})
 
-    def schedule(
-        self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call
-    ) -> Thing:
+    def schedule(self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Thing:
         """A scheduler that the script makes."""
         facts = {"class": kind, "args": args, "named": named}
         self.event("scheduler", node, facts)

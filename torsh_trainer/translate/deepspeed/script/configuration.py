@@ -73,9 +73,7 @@ def take_own_keys(config: ScriptDict) -> list[tuple[str, Any, Place, str]]:
     not know; (key, value, place, file) of each."""
     known = {key[0] for key in schema()}
     own = [key for key in config if key in config.asked and key not in known]
-    return [
-        (key, config.pop(key), *config.places.get(key, (Place(), ""))) for key in own
-    ]
+    return [(key, config.pop(key), *config.places.get(key, (Place(), ""))) for key in own]
 
 
 def take_own(config: ScriptDict, event: Event) -> list[tuple[str, Place, str]]:
