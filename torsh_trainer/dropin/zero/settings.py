@@ -73,6 +73,12 @@ class Settings:
         """Stage 3."""
         return self._specification.stage >= 3
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Stage 3 may gather the model to save it."""
+        block = self._block("zero_optimization")
+        names = ("gather_16bit", "stage3_gather_16bit", "stage3_gather_fp16")
+        return any(block.get(f"{name}_weights_on_model_save", False) for name in names)
+
     def fp16_enabled(self) -> bool:
         """The configuration says fp16."""
         return bool(self._block("fp16").get("enabled", False))

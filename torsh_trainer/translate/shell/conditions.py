@@ -132,7 +132,7 @@ class _Judge:
         operator = text_of_node(sign)
         sides = [self.expander.text(side, self.state) for side in (left, right)]
         texts = [text_if_known(side) for side in sides]
-        if operator in ("=", "==", "!=") and texts[1] or sides[0] == (Hole("#", "$#"),):
+        if (operator in ("=", "==", "!=") and texts[1]) or sides[0] == (Hole("#", "$#"),):
             texts[0] = self.text_or_unset(sides[0])
         if texts[0] is None or texts[1] is None:
             open_ = [part for side in sides for part in side if isinstance(part, Hole)]

@@ -39,7 +39,7 @@ from torsh_trainer.translate.python.parsing import (
 )
 from torsh_trainer.translate.python.project import ScriptProject, note_unread, record_of
 from torsh_trainer.translate.python.training import TrainingScript, argument_of, list_backwards
-from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown, is_plain
+from torsh_trainer.translate.python.values import ScriptDict, Unknown, is_plain
 from torsh_trainer.translate.reading import Document, read_text, text_of
 
 _RUN = f"python -m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
