@@ -37,9 +37,11 @@ SOURCES = {
     "a class": "class C:\n    lr = 3e-4\n    batch = 4 * 2\nRATE, BATCH = C.lr, C().batch",
     "a class within": "class C:\n    class opt:\n        lr = 3e-4\nRATE, BATCH = C.opt.lr, 8",
     "a base": "class B:\n    lr = 3e-4\nclass C(B):\n    batch = 8\nRATE, BATCH = C.lr, C.batch",
-    "set anew": "class C:\n    lr = 1\nC.lr = 3e-4\nc = C()\nc.batch = 8\nRATE, BATCH = C.lr, c.batch",
+    "set anew": (
+        "class C:\n    lr = 1\nC.lr = 3e-4\nc = C()\nc.batch = 8\nRATE, BATCH = C.lr, c.batch"
+    ),
     "a property": (
-        "class C:\n    half = 1.5e-4\n    @property\n    def lr(self):\n        return self.half * 2\n"
+        "class C:\n    half = 1.5e-4\n    @property\n    def lr(self):\n        return 2 * self.half\n"
         "    @classmethod\n    def size(cls):\n        return cls.half and 8\n"
         "RATE, BATCH = C().lr, C.size()"
     ),
@@ -245,14 +247,13 @@ LENGTHS = {
     ),
     "once": ("for batch in torch.utils.data.DataLoader(d):\n    S", "epochs", 1, "exact"),
     "ended": (
-        "n = 0\nfor e in range(3):\n  for batch in loader:\n    S\n    n += 1\n    if n == 5:\n      break",
+        "n = 0\nfor e in range(3):\n  for b in loader:\n    S\n    n += 1\n    if n == 5:\n      break",
         *("epochs", 3, "approximate"),
     ),
     "untold": ("for e in range(more()):\n  for batch in loader:\n    S", "epochs", None, "yours"),
     "while": ("while more():\n    batch = next(it)\n    S", "steps", None, "yours"),
     "twice": (
-        "def go(batch):\n  S\nfor e in range(3):\n  for batch in loader:\n    go(batch)\n"
-        "for e in range(9):\n  for batch in loader:\n    go(batch)",
+        "def go(b):\n  S\nfor e in range(3):\n  for b in l:\n    go(b)\nfor b in loader:\n  go(b)",
         *("epochs", None, "yours"),
     ),
 }

@@ -215,8 +215,10 @@ def check_saved() -> None:
         )
 
 
-def safe_get_full_fp32_param(param: Tensor) -> Tensor:
-    """The whole fp32 values. Collective where they are cut."""
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
+    """The whole fp32 values; None of one that is frozen. Collective where they are cut."""
+    if not param.requires_grad:
+        return None
     return param.full_tensor().detach() if isinstance(param, DTensor) else param.detach()
 
 

@@ -122,8 +122,9 @@ def save_model(path: Path, state: Mapping[str, Any] | None, comm: Communicator) 
 def consolidate(
     model: nn.Module, dtype: torch.dtype, *, leads: bool, trained_alone: bool
 ) -> dict[str, Any] | None:
-    """Whole parameters and buffers in ``dtype`` on the CPU, by their names in ``state_dict()``, on
-    the process that ``leads``; None on the others. Collective where stage 3 has cut them.
+    """Whole parameters in ``dtype`` and buffers as they are, on the CPU, by their names in
+    ``state_dict()``, on the process that ``leads``; None on the others. Collective where stage 3
+    has cut them.
 
     ``trained_alone`` leaves out what does not require gradients.
     """
@@ -140,7 +141,7 @@ def consolidate(
                 state[f"{prefix}.{name}".lstrip(".")] = copies[id(parameter)]
         for name, buffer in module.named_buffers(recurse=False) if leads else ():
             if name not in module._non_persistent_buffers_set:
-                state[f"{prefix}.{name}".lstrip(".")] = _copy_low(buffer.detach(), dtype)
+                state[f"{prefix}.{name}".lstrip(".")] = buffer.detach().cpu().clone()
     return state if leads else None
 
 

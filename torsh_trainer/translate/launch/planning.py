@@ -203,11 +203,12 @@ class _Planning:
         decides = self.job.line.launcher.launcher != "accelerate"
         for name, word in {**command.exported, **command.variables}.items():
             named = re.compile(rf"\b{re.escape(name)}\b")
+            others = re.sub(rf"^.*\b{re.escape(name)}=.*$", "", self.text, flags=re.MULTILINE)
             outcome = judge_variable(
                 name,
                 word.text,
                 decides=decides,
-                in_line=re.search(rf"\$\{{?[#!]?{re.escape(name)}\b", self.text) is not None,
+                in_line=re.search(rf"\$\{{?[#!]?{re.escape(name)}\b", others) is not None,
                 in_script=named.search(self.script_text) is not None,
                 is_prefix=name in command.variables,
             )

@@ -70,7 +70,5 @@ def note_assumed(names: tuple[str, ...]) -> list[str]:
     if not names:
         return []
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return [
-        f"taken for unset in the environment, so that the script's defaults count: "
-        f"{', '.join(names[:6])}{more} (--set {names[0]}=VALUE says otherwise)"
-    ]
+    listed = f"{', '.join(names[:6])}{more} (--set {names[0]}=VALUE says otherwise)"
+    return [f"taken for unset in the environment, so that the script's defaults count: {listed}"]

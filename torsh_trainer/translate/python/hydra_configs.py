@@ -1,5 +1,5 @@
-"""``hydra.main`` as scripts use it: a file of YAML, what its list of defaults takes in, and the words
-of the line laid over it."""
+"""``hydra.main`` as scripts use it: a file of YAML, what its defaults take in, and the words of the
+line laid over it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Composition:
         return merge_records([*parts, *([] if is_laid else [record])])
 
     def take_in(self, entry: Any, within: str, depth: int) -> Any:
-        """What one line of a list of defaults adds: a file as it is, or a group's under its name."""
+        """What a line of a list of defaults adds: a file as it is, or a group's under its name."""
         beside = within.rpartition("/")[0]
         if isinstance(entry, str):
             return self.read(f"{beside}/{entry}" if beside else entry, depth=depth + 1)

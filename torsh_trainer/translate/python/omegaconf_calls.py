@@ -1,4 +1,4 @@
-"""OmegaConf as scripts use it: files of YAML, merged with one another and with words of the line."""
+"""OmegaConf as scripts use it: files of YAML, merged with one another and with the line's words."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def select_dotted(record: Any, dotted: str) -> Any:
 
 
 def merge_records(records: list[Any]) -> Any:
-    """The records laid over one another, the last one counts; ``NOT_SET`` where one is not known."""
+    """The records laid over one another, the last counts; ``NOT_SET`` where one is not known."""
     if not records or not all(isinstance(one, ScriptDict) for one in records):
         return NOT_SET
     merged: ScriptDict = copy_record(records[0])

@@ -266,11 +266,15 @@ def times(divided: Any, more: Any) -> Any:
     return more if divided == 1 else divided
 
 
+_OBJECTS = (Thing, Function, Kind, Module, dict, list, tuple)
+_IDENTITIES = (ast.Is, ast.IsNot)
+
+
 def compare(node: ast.Compare, values: list[Any], otherwise: Unknown) -> Any:
     """A chain of comparisons."""
-    if len(values) == 2 and values[1] is None and isinstance(node.ops[0], ast.Is | ast.IsNot):
-        if isinstance(values[0], Thing | Function | Kind | Module | dict | list | tuple):
-            return isinstance(node.ops[0], ast.IsNot)
+    asks_for_none = len(values) == 2 and values[1] is None
+    if asks_for_none and isinstance(values[0], _OBJECTS) and isinstance(node.ops[0], _IDENTITIES):
+        return isinstance(node.ops[0], ast.IsNot)
     if not all(is_plain(value) for value in values):
         return otherwise
     result: Any = True

@@ -311,9 +311,8 @@ class Walk(ScriptCalls):
                     self.event("param_group.option", target, {"name": key, "value": value})
                 if isinstance(owner, ScriptDict):
                     self.put(owner, key, value, target)
-                elif isinstance(owner, ImportedName) and owner.dotted == "os.environ":
-                    if isinstance(key, str):
-                        self.environment.here[key] = self.sure(value, target)
+                elif owner == ImportedName("os.environ") and isinstance(key, str):
+                    self.environment.here[key] = self.sure(value, target)
             case _:
                 pass
 

@@ -262,6 +262,8 @@ class Expander:
         items = state.arrays.get(name)
         if name in state.known:
             return (state.known[name],)
+        if name == "BASH_SOURCE" and index in ("0", "-1"):
+            return (self.script,)
         if items is None:
             return state.lookup(name) if index in ("@", "*", "0") else None
         if index in ("@", "*"):

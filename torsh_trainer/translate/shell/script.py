@@ -44,6 +44,9 @@ _COUNTED = re.compile(
 _REMARKS = re.compile(r"`#[^`\n]*`")
 """A remark within a line that goes on: a substitution of nothing."""
 
+_TO_FILL = re.compile(r"((?:^|\s)--?[\w-]+[ =])<([A-Za-z_][\w-]*)>(?=\s|$)", re.MULTILINE)
+"""``--output_dir <output_dir>``, which a user is meant to fill in."""
+
 _ENDS = {"exit": "exit", "return": "return", "break": "break", "continue": "continue"}
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
 _WRITERS = ("cat", "echo", "printf", "tee")
@@ -127,6 +130,7 @@ class _Reader:
         open_text: OpenText | None = None,
     ) -> None:
         text = _REMARKS.sub(lambda m: " " * len(m[0]), text.replace("\r\n", "\n"))
+        text = _TO_FILL.sub(lambda m: f"{m[1]}${{{m[2].replace('-', '_')}}}", text)
         self.name = name
         self.root = parse(text)
         lines = text.encode("utf-8", "replace").split(b"\n")

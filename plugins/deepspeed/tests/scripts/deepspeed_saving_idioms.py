@@ -20,21 +20,22 @@ DTYPES = {False: torch.float32, True: torch.bfloat16}
 
 
 class Tied(nn.Module):
-    """An output layer that is the input's, a buffer that changes, one that is not saved, and
-    something frozen."""
+    """An output layer that is the input's, two buffers, of which one is saved, and something
+    frozen."""
 
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(8, 8, bias=False)
-        self.norm = nn.BatchNorm1d(8)
+        self.norm = nn.LayerNorm(8)
         self.last = nn.Linear(8, 8, bias=False)
         self.last.weight = self.first.weight
         self.fixed = nn.Linear(8, 4)
         self.fixed.requires_grad_(False)
-        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+        self.register_buffer("seen", torch.tensor([0.1, 3.0]))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
 
     def forward(self, x):
-        return self.fixed(self.last(self.norm(self.first(x)))) * self.scale
+        return self.fixed(self.last(self.norm(self.first(x))))
 
 
 def make(stage, low, gathers=True):
@@ -42,9 +43,7 @@ def make(stage, low, gathers=True):
     block = {"stage": stage, "stage3_param_persistence_threshold": 0}
     block["stage3_gather_16bit_weights_on_model_save"] = gathers
     more = {"bf16": {"enabled": True}} if low else {}
-    engine, *_ = start(
-        Tied(), config=config(optimizer=ADAMW, zero_optimization=block, **more)
-    )
+    engine, *_ = start(Tied(), config=config(optimizer=ADAMW, zero_optimization=block, **more))
     train(engine, STEPS, dtype=DTYPES[low])
     return engine
 
@@ -111,7 +110,9 @@ def all_at_once(low):
 def consolidated(low, trained=False):
     engine = make(3, low)
     state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=trained)
-    shared = state is not None and state["first.weight"].data_ptr() == state["last.weight"].data_ptr()
+    shared = (
+        state is not None and state["first.weight"].data_ptr() == state["last.weight"].data_ptr()
+    )
     return goes_on(engine, low, saved=describe(state), shared=shared)
 
 
