@@ -41,7 +41,8 @@ SOURCES = {
         "class C:\n    lr = 1\nC.lr = 3e-4\nc = C()\nc.batch = 8\nRATE, BATCH = C.lr, c.batch"
     ),
     "a property": (
-        "class C:\n    half = 1.5e-4\n    @property\n    def lr(self):\n        return 2 * self.half\n"
+        "class C:\n    half = 1.5e-4\n"
+        "    @property\n    def lr(self):\n        return 2 * self.half\n"
         "    @classmethod\n    def size(cls):\n        return cls.half and 8\n"
         "RATE, BATCH = C().lr, C.size()"
     ),
@@ -247,9 +248,11 @@ LENGTHS = {
     ),
     "once": ("for batch in torch.utils.data.DataLoader(d):\n    S", "epochs", 1, "exact"),
     "ended": (
-        "n = 0\nfor e in range(3):\n  for b in loader:\n    S\n    n += 1\n    if n == 5:\n      break",
+        "for e in range(3):\n  for b in loader:\n    S\n    if done():\n      break",
         *("epochs", 3, "approximate"),
     ),
+    "called by another file": ("def go():\n  for b in loader:\n    S", "epochs", None, "yours"),
+    "handed": ("def go():\n  for b in loader:\n    S\nstart(go)", "epochs", 1, "exact"),
     "untold": ("for e in range(more()):\n  for batch in loader:\n    S", "epochs", None, "yours"),
     "while": ("while more():\n    batch = next(it)\n    S", "steps", None, "yours"),
     "twice": (

@@ -6,6 +6,7 @@ import enum
 import functools
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -189,7 +190,7 @@ def _save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
     Raises:
         Unsupported: something in ``obj`` is cut, and ``f`` has no name.
     """
-    name = os.path.abspath(f) if isinstance(f, str | os.PathLike) else ""
+    name = str(Path(f).absolute()) if isinstance(f, str | os.PathLike) else ""
     if not _holds_parts(obj):
         _UNSAVED.pop(name, None)
         TORCHS_SAVE(obj, f, *args, **kwargs)

@@ -297,7 +297,7 @@ class _Leaves:
             if self.reading.all("DistributedOptimizer"):
                 self.set_optimizer()
             return
-        event = self.wrapped(events)
+        event = self.find_wrapped(events)
         for other in events:
             if other is not event:
                 key = f"optimizer {other.facts['class']}"
@@ -319,7 +319,7 @@ class _Leaves:
                 continue
             self.add(f"optimizer.{name}", f"optimizer.{name}", value, event, _rule_of(name))
 
-    def wrapped(self, events: Sequence[Event]) -> Event:
+    def find_wrapped(self, events: Sequence[Event]) -> Event:
         """The optimizer that Horovod's wraps, where reading tells which; else the first."""
         given = [made.facts.get("optimizer") for made in self.reading.all("DistributedOptimizer")]
         places = [one.place for one in given if isinstance(one, Thing)]

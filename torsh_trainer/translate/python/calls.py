@@ -73,6 +73,8 @@ class ScriptCalls(Expressions):
         self.seen: dict[tuple[str, str, int, int], tuple[int, ...]] = {}
         self.events_at: set[tuple[str, str, int, int]] = set()
         self.again: set[tuple[str, Place]] = set()
+        self.by_itself = False
+        self.uncalled: set[tuple[str, Place]] = set()
         self.frame = Frame(self.module)
         self.tops: dict[str, Frame] = {"": self.frame}
         self.frames: list[Frame] = [self.frame]
@@ -350,6 +352,8 @@ class ScriptCalls(Expressions):
             self.again.add((self.module.file, place))
         elif spot not in self.events_at:  # a function may be called twice
             self.events_at.add(spot)
+            if self.by_itself:
+                self.uncalled.add((self.module.file, place))
             self.events.append(
                 Event(
                     what,

@@ -30,7 +30,7 @@ def read_environment(variables: Mapping[str, Word]) -> dict[str, Any]:
 
 
 @dataclass
-class ScriptEnvironment:
+class ScriptVariables:
     """Variables by name. ``given`` are those that the line or the file that starts the script sets,
     ``stated`` what ``--set`` states; ``here`` are set by the script itself. ``assumed`` are those
     that were taken for unset, and ``used`` those of ``stated`` that were asked for."""

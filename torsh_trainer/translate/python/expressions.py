@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from torsh_trainer.translate.python.environment import ScriptEnvironment
+from torsh_trainer.translate.python.environment import ScriptVariables
 from torsh_trainer.translate.python.events import Scope, find_enclosing, place_of
 from torsh_trainer.translate.python.objects import NOT_SET
 from torsh_trainer.translate.python.values import (
@@ -40,7 +40,7 @@ class Expressions(abc.ABC):
         self.stated = {type(tree.body) for tree in map(_parse_stated, known) if tree is not None}
         self.module = Module("")
         self.flags: dict[str, Any] = {}
-        self.environment = ScriptEnvironment(getattr(arguments, "environment", {}), known)
+        self.environment = ScriptVariables(getattr(arguments, "environment", {}), known)
 
     @abc.abstractmethod
     def call(self, node: ast.Call, scope: Scope) -> Any:

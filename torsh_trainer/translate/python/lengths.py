@@ -14,6 +14,9 @@ _UNTOLD = "reading does not tell how many rounds: trainer.max_epochs or trainer.
 _SEVERAL = (
     "it is reached within several loops: trainer.max_epochs or trainer.max_steps says how long"
 )
+_ELSEWHERE = (
+    "the script does not show what calls it: trainer.max_epochs or trainer.max_steps says how long"
+)
 
 
 class Length(NamedTuple):
@@ -41,6 +44,8 @@ def find_length(reading: ScriptReading, step: Event, *, passes: int) -> Length |
     key = "epochs" if over_data else "steps"
     if (step.file, step.place) in reading.again:
         return Length(key, loops[0].facts["written"], loops[0], Outcome("yours", _SEVERAL))
+    if (step.file, step.place) in reading.uncalled:
+        return Length(key, loops[0].facts["written"], loops[0], Outcome("yours", _ELSEWHERE))
     counts = [one.facts.get("count", 0) for one in rounds]
     if not all(count > 0 for count in counts):
         text = next(one.facts["written"] for one in rounds if one.facts.get("count", 0) <= 0)

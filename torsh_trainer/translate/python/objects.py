@@ -136,7 +136,7 @@ def is_decorated(walk: Any, function: Function, names: Sequence[str]) -> bool:
 def call_class(
     walk: Any, kind: Kind, name: str, args: list[Any], named: dict[str, Any], node: ast.Call
 ) -> Any:
-    """The value of ``kind.name(...)``: of a method of the class, or what a name of it stands for."""
+    """The value of ``kind.name(...)``: of a method, or of what a name of the class stands for."""
     method = walk.find_method(kind, name)
     if method is None:
         return walk.call_value(find_attribute(walk, kind, name), args, named, node)

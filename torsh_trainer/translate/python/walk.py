@@ -101,6 +101,7 @@ class Walk(ScriptCalls):
             tuple(self.frames),
             tuple(self.environment.assumed),
             frozenset(self.again),
+            frozenset(self.uncalled),
         )
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
@@ -109,9 +110,12 @@ class Walk(ScriptCalls):
     def walk_script(self, tree: ast.Module) -> None:
         self.module.scope |= {"__name__": "__main__", **self.name_file("")}
         self.block(tree.body, self.module.scope)
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {"main"}
         for node in tree.body:  # what another file calls, or horovod.run starts
             if isinstance(node, ast.FunctionDef) and ("", node.name) not in self.visited:
+                self.by_itself = node.name not in named and not node.decorator_list
                 self.call_function(Function(node, self.module), [], {}, node)
+        self.by_itself = True
         for kind in self.kinds:
             if not kind.made:
                 self.make(kind, [], {}, kind.node)
@@ -121,6 +125,7 @@ class Walk(ScriptCalls):
                         Function(method, kind.module, kind), [kind.made[-1]], {}, method
                     )
 
+        self.by_itself = False
         for function in self.nested:  # what is handed to a function that is not read, to be called
             if (function.module.file, function.name) not in self.visited:
                 self.call_function(function, [], {}, function.node)

@@ -5,8 +5,8 @@ They have the settings of ``deepspeed_idioms.py``, which runs them.
 
 from __future__ import annotations
 
-import os
 import tempfile
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -75,7 +75,7 @@ def by_parameter(low):
     """Rank 0 saves what it has of the model; then all gather one after the other, as in
     DeepSpeed-Chat, and the file is written anew."""
     engine = make(3, low)
-    path = os.path.join(folder(), "model.bin")
+    path = Path(folder(), "model.bin")
     if dist.get_rank() == 0:
         torch.save(engine.module.state_dict(), path)
     output = {}
@@ -121,8 +121,8 @@ def in_one_file(stage, low, gathers=True):
     place = folder()
     done = engine.save_16bit_model(place, "model.bin")
     dist.barrier()
-    path = os.path.join(place, "model.bin")
-    there = os.path.exists(path)
+    path = Path(place, "model.bin")
+    there = path.exists()
     saved = describe(torch.load(path)) if there else []
     return goes_on(engine, low, saved=saved, done=done, there=there)
 

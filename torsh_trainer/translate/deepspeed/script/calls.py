@@ -75,7 +75,7 @@ class DeepSpeedWalk(TorchWalk):
         found = self.look_up(arguments, "deepspeed_config", node)
         return None if found is NOT_SET else found
 
-    def made_of(self, given: Any, node: ast.Call) -> Any:
+    def make_given(self, given: Any, node: ast.Call) -> Any:
         """An optimizer or a scheduler, also where a function is given that makes it."""
         is_lambda = isinstance(given, Unknown) and isinstance(given.of, ast.Lambda)
         if not is_lambda and not callable_is_known(given):
@@ -91,7 +91,7 @@ class DeepSpeedWalk(TorchWalk):
                 facts.setdefault("config", facts.pop("config_params"))
             facts["args_config"] = self.read_configuration_of(facts.get("args"), node)
             for name in ("optimizer", "lr_scheduler"):
-                facts[name] = self.made_of(facts.get(name), node)
+                facts[name] = self.make_given(facts.get(name), node)
             self.event("initialize", node, {**facts, "written": dict(self.written)})
             optimizer = facts.get("optimizer")
             if not isinstance(optimizer, Thing):

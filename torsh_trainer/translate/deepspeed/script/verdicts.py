@@ -49,7 +49,7 @@ ENGINE: Mapping[str, Outcome] = {
     "eval_batch": refuse(f"a pipeline's step: {_MESHES}"),
     "generate": refuse("generation with an engine while it trains"),
     "set_gradient_accumulation_boundary": approximate(
-        "the script says itself which micro-batch ends a step: trainer.accumulate has to say the same"
+        "the script says which micro-batch ends a step: trainer.accumulate has to say the same"
     ),
     "set_lr": refuse("the script sets the rate itself: write it as a schedule"),
 }
