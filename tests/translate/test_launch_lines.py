@@ -775,6 +775,42 @@ def test_variables_around_horovodrun_have_a_row(tmp_path, count):
         assert {"X", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME"} <= set(verdicts(plan))
 
 
+def test_what_is_to_be_filled_in_is_asked_for_by_its_name(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "torchrun --nproc_per_node 2 train.py --output_dir o --learning_rate <your-rate>\n"
+    )
+    [plan] = plans_of(path)
+    assert "your_rate" in [fact.name for fact in plan.facts]
+    [plan] = plans_of(path, settings={"your_rate": "0.1"})
+    assert plan.values["optimizer.lr"] == 0.1
+
+
+def test_the_folder_of_a_file_that_bash_names_is_its_own(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        'cd "$(dirname "${BASH_SOURCE[0]}")"\ntorchrun --nproc_per_node 2 train.py --lr 0.1\n'
+    )
+    [plan] = plans_of(path)
+    assert plan.facts == ()
+
+
+def test_an_export_of_its_own_value_says_what_it_is(tmp_path):
+    path = tmp_path / "run.sh"
+    line = "torchrun --nproc_per_node 2 train.py --lr 0.1\n"
+    path.write_text("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}\n" + line)
+    [plan] = plans_of(path)
+    assert verdicts(plan)["OMP_NUM_THREADS"] == "performance-only"
+
+
+def test_flags_of_megatron_that_cut_a_model_are_refused():
+    line = "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 4 --train-iters 9 "
+    plan = plan_of(f"{line}--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+    found = verdicts(plan)
+    assert found["--pipeline-model-parallel-size"] == "refused"
+    assert found["--tensor-model-parallel-size"] == "refused"
+
+
 def test_what_hangs_on_nothing_is_told_with_a_short_offer():
     with pytest.raises(ConfigError) as refusal:
         plan_of("torchrun --nproc_per_node $N train.py", settings={"bogus": "1"})

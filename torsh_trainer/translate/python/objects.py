@@ -67,8 +67,8 @@ def read_class(walk: Any, kind: Kind, scope: Scope) -> None:
             case ast.Assign():
                 value = walk.value(node.value, names)
                 names |= {t.id: value for t in node.targets if isinstance(t, ast.Name)}
-            case ast.AnnAssign(target=ast.Name()) if node.value is not None:
-                names[node.target.id] = walk.value(node.value, names)
+            case ast.AnnAssign(target=ast.Name(id=name)) if node.value is not None:
+                names[name] = walk.value(node.value, names)
             case ast.ClassDef():
                 inner = names[node.name] = Kind(node, kind.module)
                 read_class(walk, inner, names)
