@@ -781,7 +781,7 @@ def test_what_is_to_be_filled_in_is_asked_for_by_its_name(tmp_path):
         "torchrun --nproc_per_node 2 train.py --output_dir o --learning_rate <your-rate>\n"
     )
     [plan] = plans_of(path)
-    assert "your_rate" in [fact.name for fact in plan.facts]
+    assert finding(plan, "--learning_rate").value == "${your_rate}"
     [plan] = plans_of(path, settings={"your_rate": "0.1"})
     assert plan.values["optimizer.lr"] == 0.1
 
