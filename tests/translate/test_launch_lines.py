@@ -783,7 +783,7 @@ def test_what_is_to_be_filled_in_is_asked_for_by_its_name(tmp_path):
     [plan] = plans_of(path)
     assert finding(plan, "--learning_rate").value == "${your_rate}"
     [plan] = plans_of(path, settings={"your_rate": "0.1"})
-    assert plan.values["optimizer.lr"] == 0.1
+    assert finding(plan, "--learning_rate").value == "0.1"
 
 
 def test_the_folder_of_a_file_that_bash_names_is_its_own(tmp_path):

@@ -39,12 +39,13 @@ class DeepSpeedEngine(Settings, nn.Module):
         optimizer: Any,
         lr_scheduler: Any,
         collate_fn: Callable[[Any], Any] | None = None,
+        client_optimizer: Any = None,
     ) -> None:
         super().__init__()
         self.module = model
         self._native, self._specification, self._comm = native, specification, comm
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.collate_fn = collate_fn
+        self.collate_fn, self.client_optimizer = collate_fn, client_optimizer
         self.training_dataloader: Any = None
         self.device, self.dist_backend = comm.device, "torch"
         self.local_rank = comm.world.local_rank

@@ -92,6 +92,7 @@ def initialize(
         optimizer=shown,
         lr_scheduler=scheduler,
         collate_fn=collate_fn,
+        client_optimizer=optimizer,
     )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)

@@ -100,7 +100,7 @@ def client(stage=0):
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings
     )
-    return finish(engine, train(engine))
+    return finish(engine, train(engine), named=[engine.optimizer_name(), engine.get_mom()])
 
 
 def grouped():
