@@ -119,6 +119,12 @@ OTHERS = {
     "sequence": "sequence parallelism",
     "module_inject": "tensor parallelism",
     "tp_model_init": "tensor parallelism",
+    "checkpointing.get_cuda_rng_tracker": "the random numbers of models that are cut",
+    "checkpointing.model_parallel_cuda_manual_seed": "the random numbers of models that are cut",
+    "ops.sparse_attention": "DeepSpeed's own sparse attention",
+    "ops.transformer": "DeepSpeed's own kernel of a layer",
+    "runtime.data_pipeline": "curricula and random token dropping",
+    "runtime.pipe": "pipelines",
 }
 """Parts of DeepSpeed that no module of ours stands for."""
 
@@ -126,12 +132,14 @@ OTHERS = {
 def explain_missing(module: str, name: str) -> str:
     """Why ``name`` is not in DeepSpeed's module ``module``, and what to do, as a sentence."""
     whole = ".".join(filter(None, ("deepspeed", module, name)))
-    part = whole.split(".")[1]
-    if part in OTHERS:
-        return (
-            f"{whole} is for {OTHERS[part]}, which drop-in does not have; run this script with "
-            "DeepSpeed itself"
-        )
+    within = whole.replace("runtime.activation_checkpointing.", "").split(".")[1:]
+    for count in range(len(within)):
+        part = ".".join(within[: count + 1])
+        if part in OTHERS:
+            return (
+                f"{whole} is for {OTHERS[part]}, which drop-in does not have; run this script with "
+                "DeepSpeed itself"
+            )
     return (
         f"{whole} is not there under drop-in; see docs/migrate/drop-in.md for what is, or run this "
         "script with DeepSpeed itself"
