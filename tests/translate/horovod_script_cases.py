@@ -526,4 +526,11 @@ SCRIPT_CASES: list[Case] = [
         "yours",
         {},
     ),
+    (
+        "data.batch",
+        script(changed(("batch_size=args.batch_size", "batch_size=args.batch_size / 2"))),
+        "DataLoader.batch_size",
+        "refused",
+        {},
+    ),
 ]

@@ -282,3 +282,51 @@ def test_a_counter_of_rounds_is_not_known_in_a_loop():
         "        n += 1\n        if n == 9:\n            engine.set_lr(2)\n        engine.step()",
     )
     assert value_of(plan_of(source, trains=trains), "engine.set_lr") is None
+
+
+CURVE = """\
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(net.parameters(), lr=RATE)
+curve = transformers.{name}(optimizer, 5{end})
+engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler={handed}, config={{
+    "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 2,
+}})
+for batch in loader:
+    engine.backward(engine(batch).sum())
+    engine.step()
+    {then}
+"""
+CURVES = {
+    "its end is told": ((", 90", "curve", ""), "num_training_steps", "approximate"),
+    "its end is computed": ((", len(loader)", "curve", ""), "num_training_steps", "yours"),
+    "the engine steps it": ((", 90", "curve", ""), "interval", "exact"),
+    "both step it": ((", 90", "curve", "curve.step()"), "interval", "refused"),
+    "twice an update": ((", 90", "None", "curve.step()"), "interval", "refused"),
+    "nothing steps it": ((", 90", "None", ""), "interval", "refused"),
+    "it ends nowhere": (("", "curve", ""), "num_training_steps", None),
+}
+
+
+@pytest.mark.parametrize(("given", "key", "verdict"), CURVES.values(), ids=CURVES)
+def test_a_curve_of_transformers_says_where_it_ends_and_who_steps_it(given, key, verdict):
+    end, handed, then = given
+    name = "get_linear_schedule_with_warmup" if end else "get_constant_schedule_with_warmup"
+    trains = CURVE.format(name=name, end=end, handed=handed, then=then)
+    plan = plan_of("import transformers\nRATE, BATCH = 0.1, 8", trains=trains)
+    assert {one.key: one.verdict for one in plan.findings}.get(key) == verdict
+
+
+def test_what_nothing_calls_refuses_nothing():
+    moe = "\ndef build():\n    return deepspeed.moe.layer.MoE(4)\n"
+    found = plan_of(f"RATE, BATCH = 0.1, 8{moe}").findings
+    assert [one.verdict for one in found if "moe" in one.key] == ["dead"]
+    found = plan_of(f"RATE, BATCH = 0.1, 8{moe}build()").findings
+    assert [one.verdict for one in found if "moe" in one.key] == ["refused"]
+
+
+def test_a_batch_that_torch_would_refuse_is_refused():
+    trains = TRAINS.replace("in loader", "in torch.utils.data.DataLoader(d, batch_size=16 / 2)")
+    plan = plan_of("RATE, BATCH = 0.1, 8", trains=trains)
+    assert value_of(plan, "DataLoader.batch_size") == 8.0
+    [found] = [one for one in plan.findings if one.key == "DataLoader.batch_size"]
+    assert found.verdict == "refused"

@@ -332,6 +332,8 @@ fixed_rule(
 def _batch(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value is None:
         return Outcome("yours", "the data set makes its batches by itself, and so does yours")
+    if isinstance(leaf.value, float):
+        return refuse("torch refuses a batch that is no whole number: write it with // or int()")
     slices, passes = job.get("slices"), job.get("backward_passes_per_step", 1)
     if slices is None:
         return exact("samples of one forward of one process", data__micro_batch_size=leaf.value)

@@ -55,6 +55,7 @@ ENGINE: Mapping[str, Outcome] = {
 }
 """Method of an engine -> verdict."""
 
+_NOT_WHOLE = "torch refuses a batch that is no whole number: write it with // or int()"
 _SETS = refuse("it changes the engine while it trains: say in the recipe what it comes to")
 _READ = Outcome("yours", "reads the engine: your task or callback takes what it stands for")
 
@@ -134,8 +135,12 @@ def judge_events(reading: ScriptReading, *, stage: int, accumulate: int) -> Iter
     if length is not None:
         made = _finding(length.key, length.value, length.event, length.outcome)
         yield Judged(made, length.outcome)
+    trains = any((step.file, step.place) not in reading.uncalled for step in steps)
     for event in reading.events:
+        idle = trains and (event.file, event.place) in reading.uncalled
         for key, value, outcome in _outcomes_of(event, reading, stage, accumulate):
+            if idle and outcome.verdict == "refused":
+                outcome = dead("nothing that was read calls the function that does it")
             if key not in told:
                 told.add(key)
                 yield Judged(_finding(key, value, event, outcome), outcome)
@@ -216,6 +221,9 @@ def _outcomes_of_loader(event: Event) -> Iterator[tuple[str, Any, Outcome]]:
     loader = event.facts["loader"]
     size = loader.facts.get("batch_size")
     if is_number(size):
+        if size != int(size) or isinstance(size, float):
+            yield "DataLoader.batch_size", size, refuse(_NOT_WHOLE)
+            return
         why = "samples of one forward of one process"
         yield "DataLoader.batch_size", size, exact(why, data__micro_batch_size=size)
 
@@ -236,6 +244,11 @@ def _outcomes_of_schedule(
             yield "num_warmup_steps", warmup, exact(why, schedule__warmup_steps=warmup)
         else:
             yield "num_warmup_steps", _text(warmup), refuse("state schedule.warmup_steps")
+        if "num_training_steps" in own:
+            yield _outcome_of_end(own["num_training_steps"])
+        if PLAIN_SCHEDULES[kind] != "constant" or warmup != 0:
+            for key, value, outcome in _outcomes_of_interval(event, reading, accumulate):
+                yield key, value, _PLAIN_INTERVALS.get(value, outcome)
         return
     if kind not in _TORCH_SCHEDULES:
         why = "its rate is a function of the script; write it as a schedule"
@@ -252,6 +265,21 @@ def _outcomes_of_schedule(
         else:
             yield key, _text(value), refuse(f"state schedule.options.{name}")
     yield from _outcomes_of_interval(event, reading, accumulate)
+
+
+_PLAIN_INTERVALS = {
+    "step": exact("with each update, as schedules here do"),
+    "epoch": refuse("the script steps once an epoch a curve that is made for updates"),
+}
+
+
+def _outcome_of_end(steps: Any) -> tuple[str, Any, Outcome]:
+    """What becomes of the update at which the script's curve ends."""
+    if is_number(steps):
+        why = f"here the curve ends with the run: trainer.max_steps={steps} makes both the same"
+        return "num_training_steps", steps, approximate(why)
+    why = "here the curve ends with the run: the script computes where its own does"
+    return "num_training_steps", _text(steps), Outcome("yours", why)
 
 
 def _outcomes_of_interval(
