@@ -330,3 +330,13 @@ def test_a_batch_that_torch_would_refuse_is_refused():
     assert value_of(plan, "DataLoader.batch_size") == 8.0
     [found] = [one for one in plan.findings if one.key == "DataLoader.batch_size"]
     assert found.verdict == "refused"
+
+
+def test_the_size_that_the_launcher_sets_is_the_number_of_processes():
+    source = (
+        'RATE, BATCH = 0.1 * int(os.environ.get("WORLD_SIZE", 1)), int(os.environ["WORLD_SIZE"])'
+    )
+    plan = plan_of(source, world_size=4)
+    assert value_of(plan, "optimizer.params.lr") == 0.4
+    assert value_of(plan, "train_micro_batch_size_per_gpu") == 4
+    assert plan_of(source).facts

@@ -53,6 +53,8 @@ class DeepSpeedWalk(TorchWalk):
     ) -> None:
         super().__init__(arguments, known, find_module, find_file)
         self.size = size
+        if size is not None:  # DeepSpeed's launcher and torchrun set it
+            self.environment.given = {"WORLD_SIZE": str(size), **self.environment.given}
 
     def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
         last = dotted.rpartition(".")[2]
