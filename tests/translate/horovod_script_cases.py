@@ -533,4 +533,11 @@ SCRIPT_CASES: list[Case] = [
         "refused",
         {},
     ),
+    (
+        "script.uncalled",
+        script(changed(("hvd.init()", "def other():\n    exec(text)\n\n\nhvd.init()"))),
+        "exec(text)",
+        "dead",
+        {},
+    ),
 ]

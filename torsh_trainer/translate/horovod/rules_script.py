@@ -569,6 +569,7 @@ fixed_rule(
     "precision=fp32 leaves it so",
 )
 fixed_rule("step.beside", "refused", STEPS_BESIDE)
+fixed_rule("script.uncalled", "dead", "nothing that was read calls the function that does it")
 fixed_rule("gradient.changed", "refused", CHANGES_GRADIENT)
 fixed_rule("script.exec", "refused", RUNS_TEXT)
 fixed_rule("optimizer.by-hand", "refused", CHANGES_OPTION)

@@ -545,21 +545,24 @@ class _Leaves:
             self.add(event.facts["written"], "cast", event.facts["to"], event, "precision.cast")
 
     def others(self) -> None:
+        uncalled, step = self.reading.uncalled, self.training
+        trains = step is not None and (step.file, step.place) not in uncalled
         for event in self.reading.events:
+            idle = "script.uncalled" if trains and (event.file, event.place) in uncalled else ""
             if event.what in _OWN_CALLS and not event.facts.get("of_gradient"):
-                rule = _OWN_CALLS[event.what]
+                rule = idle or _OWN_CALLS[event.what]
                 self.add(f"hvd.{event.what}", event.what, True, event, rule)
             elif event.what == "exec":
-                self.add(event.facts["written"], "exec", True, event, "script.exec")
+                self.add(event.facts["written"], "exec", True, event, idle or "script.exec")
             elif event.what == "param_group.option":
                 key = f"param_group['{event.facts['name']}']"
-                self.add(key, key, "changed", event, "optimizer.by-hand")
+                self.add(key, key, "changed", event, idle or "optimizer.by-hand")
             elif event.what == "step.unknown":
                 key = event.facts["written"]
-                self.add(key, key, event.facts["made"], event, "step.beside")
+                self.add(key, key, event.facts["made"], event, idle or "step.beside")
             elif event.what == "gradient.changed" and not self.reduced_by_hand:
                 key = event.facts["written"]
-                self.add(key, key, "changed", event, "gradient.changed")
+                self.add(key, key, "changed", event, idle or "gradient.changed")
             elif event.what == "horovod.run":
                 self.add("horovod.run", "run", event.facts.get("np", 1), event, "script.run")
             elif event.what == "optimizer.set_backward_passes_per_step":
