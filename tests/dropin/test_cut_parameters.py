@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -24,10 +26,39 @@ def test_a_part_is_not_saved_for_a_whole(cut, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "save", torch.save)
     gathering.refuse_saved_parts()
     with pytest.raises(Unsupported, match=r"torch\.save of parameters that stage 3 has cut"):
-        torch.save({"model": {"weight": cut}}, tmp_path / "model.pt")
+        torch.save({"model": {"weight": cut}}, io.BytesIO())
+    torch.save({"model": {"weight": cut}}, tmp_path / "model.pt")
     assert not (tmp_path / "model.pt").exists()
+    with pytest.raises(Unsupported, match=r"model\.pt was not written"):
+        gathering.check_saved()
     torch.save({"weight": torch.ones(2), "step": 3}, tmp_path / "model.pt")
     assert torch.load(tmp_path / "model.pt")["step"] == 3
+    gathering.check_saved()
+
+
+def test_safetensors_saves_no_part(cut, tmp_path):
+    safe = pytest.importorskip("safetensors.torch")
+    gathering.refuse_saved_parts()
+    with pytest.raises(Unsupported, match="safetensors of parameters"):
+        safe.save_file({"weight": cut}, tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+    safe.save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+
+
+def test_a_gathered_parameter_is_a_plain_one_for_a_while(cut):
+    module = torch.nn.Module()
+    module.weight = parameter = torch.nn.Parameter(cut)
+    gathering.mark_cut(module, torch.bfloat16)
+    assert (parameter.ds_status, parameter.ds_numel) == (gathering.ZeroParamStatus(2), 12)
+    with gathering.GatheredParameters(parameter):
+        assert parameter.ds_status is gathering.ZeroParamStatus.AVAILABLE
+        assert type(parameter.data) is torch.Tensor
+        assert (parameter.dtype, list(parameter.shape)) == (torch.bfloat16, [4, 3])
+        assert [type(v) for v in module.state_dict().values()] == [torch.Tensor]
+        parameter.data.zero_()
+    assert type(parameter) is DTensor
+    assert parameter.dtype == torch.float32
+    assert bool((parameter.to_local() == 1).all())
 
 
 def test_the_clock_of_samples_may_be_told_of_an_epoch():

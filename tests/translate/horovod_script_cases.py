@@ -502,4 +502,42 @@ SCRIPT_CASES: list[Case] = [
         {},
     ),
     ("schedule.interval", scheduled_by_transformers(), "scheduler.step", "exact", {}),
+    ("length", script(SCRIPT), "epochs", "exact", {"trainer.max_epochs": 3}),
+    (
+        "length.sooner",
+        script(
+            changed(("    train(epoch)\n", "    train(epoch)\n    if done():\n        break\n"))
+        ),
+        "epochs",
+        "approximate",
+        {"trainer.max_epochs": 3},
+    ),
+    (
+        "length.untold",
+        script(changed(("range(1, 4)", "range(rounds_of(train_dataset))"))),
+        "epochs",
+        "yours",
+        {},
+    ),
+    (
+        "precision.cast",
+        script(changed(("hvd.init()", "hvd.init()\nmodel = Net().double()"))),
+        "Net().double()",
+        "yours",
+        {},
+    ),
+    (
+        "data.batch",
+        script(changed(("batch_size=args.batch_size", "batch_size=args.batch_size / 2"))),
+        "DataLoader.batch_size",
+        "refused",
+        {},
+    ),
+    (
+        "script.uncalled",
+        script(changed(("hvd.init()", "def other():\n    exec(text)\n\n\nhvd.init()"))),
+        "exec(text)",
+        "dead",
+        {},
+    ),
 ]

@@ -600,3 +600,47 @@ def test_any_script_is_translated_or_an_error_in_words(tmp_path_factory, text):
     with contextlib.suppress(ConfigError):
         first = translate(path, Options(world_size=2))
         assert translate(path, Options(world_size=2)) == first
+
+
+STARTED = """\
+import horovod.torch as hvd
+import torch
+def main():
+    hvd.init()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    other = torch.optim.Adam(head.parameters(), lr=0.5)
+    optimizer = hvd.DistributedOptimizer({wrapped})
+    for epoch in range(4):
+        for batch in torch.utils.data.DataLoader(data, batch_size=8):
+            net(batch).backward()
+            optimizer.step()
+{start}
+"""
+
+
+@pytest.mark.parametrize(("wrapped", "rate"), [("optimizer", 0.1), ("other", 0.5)])
+def test_the_optimizer_that_is_wrapped_is_the_jobs(write, wrapped, rate):
+    """Wherever it stands among those that the script makes."""
+    path = write(STARTED.format(wrapped=wrapped, start="main()"), "train.py")
+    assert translate(path, Options(world_size=2)).values["optimizer.lr"] == rate
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from sparkdl import HorovodRunner\nHorovodRunner(np=2).run(main)",
+        "import horovod\nhorovod.run(main, np=2)",
+    ],
+)
+def test_what_a_runner_starts_is_the_job(write, start):
+    path = write(STARTED.format(wrapped="optimizer", start=start), "train.py")
+    values = translate(path, Options(world_size=2)).values
+    assert (values["trainer.max_epochs"], values["launcher.num_processes"]) == (4, 2)
+
+
+def test_the_size_that_mpi_says_is_the_number_of_processes(write):
+    text = STARTED.replace("lr=0.1", "lr=0.1 * comm.Get_size()")
+    text = text.format(wrapped="optimizer", start="main()")
+    text = text.replace("    hvd.init()", "    comm = MPI.COMM_WORLD\n    hvd.init(comm)")
+    path = write(f"from mpi4py import MPI\n{text}", "train.py")
+    assert translate(path, Options(world_size=2)).values["optimizer.lr"] == 0.2

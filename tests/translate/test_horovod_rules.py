@@ -87,6 +87,27 @@ def test_a_script_that_starts_its_processes_has_as_many_as_are_stated(write):
     assert "state --world-size" in found(translate(path), "script.run", "horovod.run").why
 
 
+@proves("length")
+@pytest.mark.parametrize(
+    ("loops", "setting", "each"),
+    [
+        ("for epoch in range(2, 5):\n  for batch in loader:\n    S", "max_epochs", 5),
+        ("for a in range(2):\n  for b in range(3):\n   for c in loader:\n    S", "max_epochs", 5),
+        ("for step in range(7):\n  S", "max_steps", 1),
+    ],
+)
+def test_a_job_trains_for_as_many_steps_as_the_scripts_loops_run(write, loops, setting, each):
+    """``each``: steps of one round. The loops themselves are run and counted."""
+    counted: dict = {"n": 0, "loader": range(5)}
+    exec(loops.replace("S", "n += 1"), counted)
+    begin = "for epoch in range(1, 4):\n    train(epoch)\n"
+    loops = loops.replace("loader", "train_loader").replace("S", "train_step()")
+    lines = "F.nll_loss(model(x), y).backward()\n    optimizer.step()\n"
+    text = changed((begin, loops), ("hvd.init()", f"def train_step():\n    {lines}\nhvd.init()"))
+    values = translate(write(text, "train.py"), Options(world_size=2)).values
+    assert values[f"trainer.{setting}"] * each == counted["n"]
+
+
 @proves("data.batch", "data.drop-last", "data.sampler", "data.slices")
 def test_samples_of_a_step_are_those_of_the_script(write):
     """Of one process they are the same in the same order; of several the same in a step."""

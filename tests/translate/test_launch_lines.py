@@ -731,6 +731,86 @@ def test_a_file_that_starts_what_it_is_given_asks_for_that(tmp_path):
     assert verdicts(plan)["--lr"] == "yours"
 
 
+def test_arguments_that_are_handed_on_are_no_value_of_the_flag_before(tmp_path):
+    path = tmp_path / "run.sh"
+    line = 'main() { deepspeed --num_gpus 2 train.py --stage ${1:-3} --epochs 5 "$@"; }\n'
+    path.write_text(line + '[ $# -gt 4 ] && shift\nmain "$@"\n')
+    [plan] = plans_of(path)
+    assert (finding(plan, "--epochs").value, finding(plan, "--stage").value) == ("5", "3")
+    assert any("hands its own arguments on ($@)" in note for note in plan.notes)
+    [plan] = plans_of(path, settings={"@": "2 --lr '1e-3'"})
+    assert (finding(plan, "--epochs").value, finding(plan, "--stage").value) == ("5 2", "2")
+    assert finding(plan, "--lr").value == "1e-3"
+
+
+def test_a_directive_behind_a_command_is_none(tmp_path):
+    path = tmp_path / "job.sbatch"
+    text = "#!/bin/bash\n{}#SBATCH --nodes=2\n#SBATCH --gpus-per-task=a100:4\n"
+    text += "accelerate launch --num_machines $SLURM_NNODES --machine_rank $SLURM_PROCID "
+    text += "--num_processes $((SLURM_NNODES * SLURM_GPUS_PER_TASK)) train.py\n"
+    path.write_text(text.format("# first\n\n"))
+    [plan] = plans_of(path)
+    assert finding(plan, "#SBATCH --nodes").verdict == "exact"
+    assert "--nnodes=2 --nproc-per-node=4" in plan.command
+    path.write_text(text.format("set -e\n"))
+    [plan] = plans_of(path)
+    assert finding(plan, "#SBATCH --nodes").verdict == "dead"
+    assert "--nnodes=$SLURM_NNODES --nproc-per-node=gpu" in plan.command
+
+
+def test_what_the_launcher_sets_stands_before_no_command():
+    plan = plan_of("MASTER_PORT=1234 OMP_NUM_THREADS=2 torchrun --nproc_per_node 2 train.py")
+    assert verdicts(plan)["MASTER_PORT"] == "dead"
+    assert plan.command.startswith("OMP_NUM_THREADS=2 python -m torsh_trainer")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_variables_around_horovodrun_have_a_row(tmp_path, count):
+    path = tmp_path / "run.sh"
+    line = 'X=1 horovodrun -np 2 python train.py --lr 0.1 "$@"\n'
+    path.write_text("export HOROVOD_CYCLE_TIME=2\nexport OMP_NUM_THREADS=4\n" + line * count)
+    plans = plans_of(path)
+    assert len(plans) == count
+    for plan in plans:
+        assert {"X", "OMP_NUM_THREADS", "HOROVOD_CYCLE_TIME"} <= set(verdicts(plan))
+
+
+def test_what_is_to_be_filled_in_is_asked_for_by_its_name(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        "torchrun --nproc_per_node 2 train.py --output_dir o --learning_rate <your-rate>\n"
+    )
+    [plan] = plans_of(path)
+    assert finding(plan, "--learning_rate").value == "${your_rate}"
+    [plan] = plans_of(path, settings={"your_rate": "0.1"})
+    assert finding(plan, "--learning_rate").value == "0.1"
+
+
+def test_the_folder_of_a_file_that_bash_names_is_its_own(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(
+        'cd "$(dirname "${BASH_SOURCE[0]}")"\ntorchrun --nproc_per_node 2 train.py --lr 0.1\n'
+    )
+    [plan] = plans_of(path)
+    assert plan.facts == ()
+
+
+def test_an_export_of_its_own_value_says_what_it_is(tmp_path):
+    path = tmp_path / "run.sh"
+    line = "torchrun --nproc_per_node 2 train.py --lr 0.1\n"
+    path.write_text("export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}\n" + line)
+    [plan] = plans_of(path)
+    assert verdicts(plan)["OMP_NUM_THREADS"] == "performance-only"
+
+
+def test_flags_of_megatron_that_cut_a_model_are_refused():
+    line = "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 4 --train-iters 9 "
+    plan = plan_of(f"{line}--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
+    found = verdicts(plan)
+    assert found["--pipeline-model-parallel-size"] == "refused"
+    assert found["--tensor-model-parallel-size"] == "refused"
+
+
 def test_what_hangs_on_nothing_is_told_with_a_short_offer():
     with pytest.raises(ConfigError) as refusal:
         plan_of("torchrun --nproc_per_node $N train.py", settings={"bogus": "1"})

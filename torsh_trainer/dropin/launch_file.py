@@ -63,6 +63,7 @@ def take_line(
             fix="run the script by drop-in alone: python -m torsh_trainer drop-in -np 2 train.py",
         )
     words = (*line.command.around, *line.command.words)
+    words = tuple(word for word in words if not word.is_all_arguments)
     start = next(at for at, word in enumerate(words) if word is line.links[0].word)
     _check_known(words[start:], name=name)
     inherited = {**line.command.exported, **line.command.variables}
@@ -129,6 +130,8 @@ def _list_notes(file: LaunchFile, others: list[LaunchLine], line: LaunchLine) ->
     unread = [source for source, is_read in file.script.sourced.items() if not is_read]
     if unread:
         yield f"not read: {', '.join(unread)}; what it sets is missing here"
+    if any(word.is_all_arguments for word in line.command.words):
+        yield "the file's own arguments ($@): none are taken here, --set @='--lr 0.1' gives them"
     for condition in line.command.conditions:
         yield f"the file starts it where this holds: {condition}"
     if len(line.wrappers) > 0:

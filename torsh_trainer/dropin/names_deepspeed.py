@@ -80,12 +80,24 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "comm.comm": _COMM,
     "ops": ("adam",),
     "ops.adam": ("DeepSpeedCPUAdam", "FusedAdam"),
-    "runtime": ("activation_checkpointing", "dataloader", "engine", "zero"),
+    "runtime": ("activation_checkpointing", "config", "dataloader", "engine", "zero"),
     "runtime.activation_checkpointing": ("checkpointing",),
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.config": (
+        "ADAGRAD_OPTIMIZER",
+        "ADAMW_OPTIMIZER",
+        "ADAM_OPTIMIZER",
+        "LAMB_OPTIMIZER",
+        "LION_OPTIMIZER",
+        "MUADAMW_OPTIMIZER",
+        "MUADAM_OPTIMIZER",
+        "MUON_OPTIMIZER",
+        "MUSGD_OPTIMIZER",
+    ),
     "runtime.dataloader": ("RepeatingLoader",),
     "runtime.engine": ("DeepSpeedEngine",),
-    "runtime.zero": _ZERO,
+    "runtime.zero": (*_ZERO, "partition_parameters"),
+    "runtime.zero.partition_parameters": ("GatheredParameters", "Init", "ZeroParamStatus"),
     "utils": (*_UTILS, "logging"),
     "utils.logging": ("log_dist", "logger"),
     "zero": _ZERO,
@@ -107,6 +119,12 @@ OTHERS = {
     "sequence": "sequence parallelism",
     "module_inject": "tensor parallelism",
     "tp_model_init": "tensor parallelism",
+    "checkpointing.get_cuda_rng_tracker": "the random numbers of models that are cut",
+    "checkpointing.model_parallel_cuda_manual_seed": "the random numbers of models that are cut",
+    "ops.sparse_attention": "DeepSpeed's own sparse attention",
+    "ops.transformer": "DeepSpeed's own kernel of a layer",
+    "runtime.data_pipeline": "curricula and random token dropping",
+    "runtime.pipe": "pipelines",
 }
 """Parts of DeepSpeed that no module of ours stands for."""
 
@@ -114,12 +132,14 @@ OTHERS = {
 def explain_missing(module: str, name: str) -> str:
     """Why ``name`` is not in DeepSpeed's module ``module``, and what to do, as a sentence."""
     whole = ".".join(filter(None, ("deepspeed", module, name)))
-    part = whole.split(".")[1]
-    if part in OTHERS:
-        return (
-            f"{whole} is for {OTHERS[part]}, which drop-in does not have; run this script with "
-            "DeepSpeed itself"
-        )
+    within = whole.replace("runtime.activation_checkpointing.", "").split(".")[1:]
+    for count in range(len(within)):
+        part = ".".join(within[: count + 1])
+        if part in OTHERS:
+            return (
+                f"{whole} is for {OTHERS[part]}, which drop-in does not have; run this script with "
+                "DeepSpeed itself"
+            )
     return (
         f"{whole} is not there under drop-in; see docs/migrate/drop-in.md for what is, or run this "
         "script with DeepSpeed itself"

@@ -7,6 +7,7 @@ import sys
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torsh_trainer.dropin import alias
 from torsh_trainer.dropin.recorded import recording
@@ -57,19 +58,29 @@ def run_script(world: World, job: ScriptJob) -> None:
     if job.local_rank:
         job = replace(job, arguments=(f"--local_rank={world.local_rank}", *job.arguments))
     try:
-        _run(job, file)
+        try:
+            _run(job, file)
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        _check_saved()
     except SystemExit as end:
-        if end.code not in (None, 0):
-            session.abandon()
-            words = f"exit code {end.code}" if isinstance(end.code, int) else str(end.code)
-            raise ScriptExit(
-                f"rank {world.rank}: {job.script} ended with {words}",
-                fix="its own output says why",
-            ) from None
+        session.abandon()
+        words = f"exit code {end.code}" if isinstance(end.code, int) else str(end.code)
+        raise ScriptExit(
+            f"rank {world.rank}: {job.script} ended with {words}", fix="its own output says why"
+        ) from None
     except BaseException as error:
         error.__traceback__ = _drop_own_frames(error.__traceback__, file)
         session.abandon()
         raise
+
+
+def _check_saved() -> None:
+    """Raises Unsupported: stage 3 has kept something from being saved."""
+    gathering: Any = sys.modules.get("torsh_trainer.dropin.zero.gathering")
+    if gathering is not None:
+        gathering.check_saved()
 
 
 _FOREVER_S = 30 * 24 * 3600.0

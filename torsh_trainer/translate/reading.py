@@ -79,10 +79,19 @@ def read_text(text: str, *, name: str) -> Document:
     Raises:
         ConfigError: it is no configuration, or it cannot be parsed.
     """
+    return document_of(name, read_root(text, name=name))
+
+
+def read_root(text: str, *, name: str) -> Node:
+    """All of the mapping in ``text``, whatever it is about.
+
+    Raises:
+        ConfigError: it cannot be parsed.
+    """
     _refuse_template(text, name)
     if name.lower().endswith((".yaml", ".yml")):
-        return document_of(name, yaml_places.parse(text, name=name))
-    return document_of(name, lenient_json.parse(text, name=name))
+        return yaml_places.parse(text, name=name)
+    return lenient_json.parse(text, name=name)
 
 
 def exists(path: Path) -> bool:

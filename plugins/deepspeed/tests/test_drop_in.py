@@ -37,6 +37,10 @@ EXACT = (
     "plain_3",
     "words_3",
     "adversaries",
+    "pretrain_0",
+    "pretrain_1",
+    "pretrain_2",
+    "pretrain_3",
 )
 """Idioms in fp32."""
 HALF = ("bf16_0", "bf16_2", "bf16_3", "bf16_loss_0", "bf16_loss_3")

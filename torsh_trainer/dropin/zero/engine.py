@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +39,13 @@ class DeepSpeedEngine(Settings, nn.Module):
         optimizer: Any,
         lr_scheduler: Any,
         collate_fn: Callable[[Any], Any] | None = None,
+        client_optimizer: Any = None,
     ) -> None:
         super().__init__()
         self.module = model
         self._native, self._specification, self._comm = native, specification, comm
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.collate_fn = collate_fn
+        self.collate_fn, self.client_optimizer = collate_fn, client_optimizer
         self.training_dataloader: Any = None
         self.device, self.dist_backend = comm.device, "torch"
         self.local_rank = comm.world.local_rank
@@ -330,16 +332,61 @@ class DeepSpeedEngine(Settings, nn.Module):
         self.loaded_checkpoint_tag = found.name
         return str(found), beside["client_state"]
 
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any] | None:
+        """The whole model in the dtype that it computes in, on rank 0; None elsewhere. Collective.
+
+        Raises:
+            ValueError: below stage 3, as DeepSpeed does.
+        """
+        if not self.zero_optimization_partition_weights():
+            raise ValueError("this function requires ZeRO-3 mode")
+        return self._consolidate(leads=self.global_rank == 0, trained=exclude_frozen_parameters)
+
+    def module_state_dict(
+        self, destination: Any = None, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """The model in the dtype that it computes in.
+
+        Raises:
+            Unsupported: stage 3 has cut it, or ``destination`` is given.
+        """
+        if destination is not None or self.zero_optimization_partition_weights():
+            raise Unsupported(
+                "module_state_dict of what stage 3 has cut, or with a destination",
+                fix="call engine.save_16bit_model(folder), or gather by GatheredParameters",
+            )
+        state = self._consolidate(leads=True, trained=exclude_frozen_parameters)
+        assert state is not None
+        return state
+
+    def _consolidate(self, *, leads: bool, trained: bool) -> dict[str, Any] | None:
+        return saving.consolidate(self.module, self._dtype(), leads=leads, trained_alone=trained)
+
     def save_16bit_model(
         self,
         save_dir: str,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """The whole model in the dtype that it computes in, as one file of rank 0's. Collective."""
-        if exclude_frozen_parameters:
-            raise Unsupported("save_16bit_model(exclude_frozen_parameters=True)", fix="drop it")
-        saving.save_model(save_dir, save_filename, self._native, self._comm, self._dtype())
+        """The whole model in the dtype that it computes in, as one file of rank 0's. Collective.
+
+        False where stage 3 keeps DeepSpeed from it, since the configuration does not say
+        stage3_gather_16bit_weights_on_model_save.
+        """
+        cuts = self.zero_optimization_partition_weights()
+        if cuts and not self.zero_gather_16bit_weights_on_model_save():
+            if self.global_rank == 0:
+                print(
+                    f"drop-in: {save_dir}/{save_filename} is not saved, as DeepSpeed does not: "
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save is false",
+                    flush=True,
+                )
+            return False
+        leads = self.global_rank == 0
+        state = self._consolidate(leads=leads, trained=exclude_frozen_parameters)
+        saving.save_model(Path(save_dir) / save_filename, state, self._comm)
         return True
 
     save_fp16_model = save_16bit_model

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.dropin.zero.gathering import GatheredParameters
 from torsh_trainer.errors import ConfigError, Unsupported
 from torsh_trainer.strategies.base import Engine, FlatShard
 
@@ -110,31 +111,43 @@ def load(
     return beside
 
 
-def save_model(
-    folder: str, name: str, engine: Engine, comm: Communicator, dtype: torch.dtype
-) -> None:
-    """Whole parameters and buffers in ``dtype``, by rank 0. Collective."""
-    whole = {}
-    for key, value in engine.state_dict()["model"].items():
-        value = whole_tensor(value)
-        if comm.rank == 0:
-            low = value.to(dtype) if value.is_floating_point() else value
-            whole[key] = low.detach().cpu().clone()
-    for key, value in engine.model.state_dict().items():
-        if key not in whole and isinstance(value, Tensor) and comm.rank == 0:
-            whole[key] = value.detach().cpu().clone()
-    if comm.rank == 0:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(whole, Path(folder) / name)
+def save_model(path: Path, state: Mapping[str, Any] | None, comm: Communicator) -> None:
+    """``state`` as a file of rank 0's, which alone has it. Collective."""
+    if state is not None and comm.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path)
     comm.barrier()
 
 
-def whole_tensor(value: Any) -> Tensor:
-    """All of a tensor of which processes hold parts. Collective where they do."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    assert isinstance(value, Tensor)
-    return value
+def consolidate(
+    model: nn.Module, dtype: torch.dtype, *, leads: bool, trained_alone: bool
+) -> dict[str, Any] | None:
+    """Whole parameters in ``dtype`` and buffers as they are, on the CPU, by their names in
+    ``state_dict()``, on the process that ``leads``; None on the others. Collective where stage 3
+    has cut them.
+
+    ``trained_alone`` leaves out what does not require gradients.
+    """
+    state: dict[str, Any] = {}
+    copies: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        held = list(module.named_parameters(recurse=False))
+        with GatheredParameters([parameter for _, parameter in held]):
+            for name, parameter in held if leads else ():
+                if trained_alone and not parameter.requires_grad:
+                    continue
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = _copy_low(parameter.detach(), dtype)
+                state[f"{prefix}.{name}".lstrip(".")] = copies[id(parameter)]
+        for name, buffer in module.named_buffers(recurse=False) if leads else ():
+            if name not in module._non_persistent_buffers_set:
+                state[f"{prefix}.{name}".lstrip(".")] = buffer.detach().cpu().clone()
+    return state if leads else None
+
+
+def _copy_low(value: Tensor, dtype: torch.dtype) -> Tensor:
+    low = value.to(dtype) if value.is_floating_point() else value
+    return low.cpu().clone()
 
 
 def _name(rank: int) -> str:

@@ -19,11 +19,18 @@ class SampleClock:
         """An epoch has ended."""
 
 
+_LOWERED = frozenset(
+    ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "muon", "musgd")
+)
+"""Optimizers whose names DeepSpeed gives in lower case, however they are configured."""
+
+
 class Settings:
     """The questions that only a configuration answers."""
 
     _specification: Specification
     optimizer: Any
+    client_optimizer: Any
     training: bool
 
     tput_timer = SampleClock()
@@ -73,6 +80,12 @@ class Settings:
         """Stage 3."""
         return self._specification.stage >= 3
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Stage 3 may gather the model to save it."""
+        block = self._block("zero_optimization")
+        names = ("gather_16bit", "stage3_gather_16bit", "stage3_gather_fp16")
+        return any(block.get(f"{name}_weights_on_model_save", False) for name in names)
+
     def fp16_enabled(self) -> bool:
         """The configuration says fp16."""
         return bool(self._block("fp16").get("enabled", False))
@@ -98,8 +111,11 @@ class Settings:
         return self._specification.content.get("steps_per_print")
 
     def optimizer_name(self) -> str | None:
-        """The optimizer of the configuration."""
-        return self._block("optimizer").get("type")
+        """The class of the script's own optimizer, or the configuration's, in DeepSpeed's words."""
+        if self.client_optimizer is not None:
+            return type(self.client_optimizer).__name__
+        name = self._block("optimizer").get("type")
+        return name.lower() if name is not None and name.lower() in _LOWERED else name
 
     def optimizer_params(self) -> Mapping[str, Any] | None:
         """Its parameters."""

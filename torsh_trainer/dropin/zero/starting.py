@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from torsh_trainer.dropin.zero import plain_backward
 from torsh_trainer.dropin.zero.engine import DeepSpeedEngine
-from torsh_trainer.dropin.zero.gathering import refuse_saved_parts
+from torsh_trainer.dropin.zero.gathering import mark_cut, refuse_saved_parts
 from torsh_trainer.dropin.zero.optimizer import EngineOptimizer
 from torsh_trainer.dropin.zero.processes import cuts_models, meet
 from torsh_trainer.dropin.zero.schedule import ConfiguredScheduler
 from torsh_trainer.dropin.zero.specification import Specification, read_source, specify
 from torsh_trainer.dropin.zero.task import MAIN, GivenModel, describe_optimizer
 from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.optim.precision import DTYPES
 from torsh_trainer.strategies.base import Engine, Job
 
 log = logging.getLogger("torsh_trainer")
@@ -82,6 +83,7 @@ def initialize(
     plain_backward.install()
     if specification.stage == 3:
         refuse_saved_parts()
+        mark_cut(model, DTYPES[specification.precision.params])
     engine = DeepSpeedEngine(
         native,
         specification,
@@ -90,6 +92,7 @@ def initialize(
         optimizer=shown,
         lr_scheduler=scheduler,
         collate_fn=collate_fn,
+        client_optimizer=optimizer,
     )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)

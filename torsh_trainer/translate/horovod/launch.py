@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -26,13 +26,15 @@ _HOST = re.compile(r"([\w.-]+)\s+slots=(\d+)\s*")
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch line says; ``script`` and its ``arguments`` are what it starts."""
+    """What a launch line says; ``script`` and its ``arguments`` are what it starts, in an
+    ``environment``."""
 
     leaves: tuple[Leaf, ...]
     problems: tuple[Problem, ...]
     command: tuple[Word, ...]
     config_file: str | None = None
     hostfile: str | None = None
+    environment: Mapping[str, Word] = field(default_factory=dict)
 
     @property
     def script(self) -> Word | None:
@@ -44,7 +46,8 @@ class Launch:
     def arguments(self) -> tuple[Word, ...]:
         """What the script is given."""
         found = self.script_at
-        return () if found is None else self.command[found + 1 :]
+        behind = () if found is None else self.command[found + 1 :]
+        return tuple(word for word in behind if not word.is_all_arguments)
 
     @property
     def script_at(self) -> int | None:
@@ -96,7 +99,11 @@ def read(text: str, *, name: str, known: Mapping[str, str], file: str = "") -> L
     for variable, word in {**exported, **command.variables}.items():
         if variable.startswith("HOROVOD_"):
             reader.variable(variable, word)
-    return reader.launch(command.words[at + 1 :])
+    around = {**command.exported, **command.variables}
+    for variable, word in around.items():
+        if not variable.startswith("HOROVOD_"):
+            reader.leaf(variable, variable, word.text, word.place, "env.others")
+    return replace(reader.launch(command.words[at + 1 :]), environment=around)
 
 
 def _place_of_run(words: Sequence[Word]) -> int | None:

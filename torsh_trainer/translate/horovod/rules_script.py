@@ -332,6 +332,8 @@ fixed_rule(
 def _batch(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value is None:
         return Outcome("yours", "the data set makes its batches by itself, and so does yours")
+    if isinstance(leaf.value, float):
+        return refuse("torch refuses a batch that is no whole number: write it with // or int()")
     slices, passes = job.get("slices"), job.get("backward_passes_per_step", 1)
     if slices is None:
         return exact("samples of one forward of one process", data__micro_batch_size=leaf.value)
@@ -519,8 +521,15 @@ def _interval(job: HorovodJob, leaf: Leaf) -> Outcome:
         return refuse("the script steps once an epoch a curve that is made for updates")
     if job.get("scheduler") in PLAIN_SCHEDULES and leaf.value == "step":
         return exact("with each update, as schedules here do")
-    if leaf.value == "never" or job.get("scheduler") not in SCHEDULERS:
+    if leaf.value == "never":
         return dead("nothing steps it here")
+    if job.get("scheduler") not in SCHEDULERS:
+        return dead("it belongs to the scheduler above, which has no translation")
+    if leaf.value not in ("step", "epoch"):
+        return Outcome(
+            "yours",
+            f"it steps {leaf.value}, which is not read: say schedule.interval=step or epoch",
+        )
     return exact("as often as in the script", schedule__interval=leaf.value)
 
 
@@ -535,7 +544,32 @@ fixed_rule(
     "refused",
     "the script sets the rate itself: write what it does as a schedule, or as one of torch",
 )
+
+
+@rule("length", "Rounds over the data, or steps, as the script's loops have them.")
+def _length(job: HorovodJob, leaf: Leaf) -> Outcome:
+    return exact("as many as its loops have", **{f"trainer__max_{leaf.key}": leaf.value})
+
+
+@rule("length.sooner", "Rounds of a loop that a condition may end.")
+def _sooner(job: HorovodJob, leaf: Leaf) -> Outcome:
+    why = "as many as its loops have, unless a condition of the script ends them sooner"
+    return approximate(why, **{f"trainer__max_{leaf.key}": leaf.value})
+
+
+fixed_rule(
+    "length.untold",
+    "yours",
+    "reading does not tell how many rounds: trainer.max_epochs or trainer.max_steps says it",
+)
+fixed_rule(
+    "precision.cast",
+    "yours",
+    "your task casts its model as the script does, and all that is held for a parameter with it; "
+    "precision=fp32 leaves it so",
+)
 fixed_rule("step.beside", "refused", STEPS_BESIDE)
+fixed_rule("script.uncalled", "dead", "nothing that was read calls the function that does it")
 fixed_rule("gradient.changed", "refused", CHANGES_GRADIENT)
 fixed_rule("script.exec", "refused", RUNS_TEXT)
 fixed_rule("optimizer.by-hand", "refused", CHANGES_OPTION)

@@ -19,7 +19,9 @@ __all__ = ["Event", "ScriptReading", "parse", "read"]
 
 HOROVOD = "horovod.torch"
 _OTHERS = ("horovod.tensorflow", "horovod.keras", "horovod.mxnet", "horovod._keras")
-_RUN = ("horovod.run", "horovod.runner.run")
+_RUN = ("horovod.run", "horovod.runner.run", "horovod.spark.run")
+_RUNNER = "sparkdl.HorovodRunner"
+_SIZES = ("mpi4py.MPI.COMM_WORLD.Get_size", "torch.distributed.get_world_size")
 _QUESTIONS = ("is_initialized", "mpi_threads_supported", "is_homogeneous")
 _PLACES = ("rank", "local_rank", "local_size", "cross_rank", "cross_size")
 
@@ -85,10 +87,29 @@ class _HorovodWalk(TorchWalk):
         if dotted in _RUN:
             facts = by_name(("function", "args", "kwargs", "np"), args, named)
             self.event("horovod.run", node, facts)
-            return self.unknown(node)
+            return self.start(facts.get("function"), facts.get("args"), facts.get("kwargs"), node)
+        if dotted.endswith(_RUNNER):
+            return Thing("runner", place_of(node), by_name(("np",), args, named))
+        if dotted in _SIZES:
+            return self.size
         if dotted.startswith(HOROVOD + "."):
             return self.horovod(dotted.removeprefix(HOROVOD + "."), args, named, node)
         return super().call_name(dotted, args, named, node)
+
+    def start(self, function: Any, args: Any, named: Any, node: ast.Call) -> Any:
+        """The function that such a call starts in every process."""
+        given = list(args) if isinstance(args, list | tuple) else []
+        return self.call_value(
+            function, given, dict(named) if isinstance(named, dict) else {}, node
+        )
+
+    def call_method(
+        self, owner: Any, name: str, args: list[Any], named: dict[str, Any], node: ast.Call
+    ) -> Any:
+        if isinstance(owner, Thing) and owner.kind == "runner" and name == "run" and args:
+            self.event("horovod.run", node, {"np": owner.facts.get("np", 1)})
+            return self.start(args[0], args[1:], named, node)
+        return super().call_method(owner, name, args, named, node)
 
     def horovod(self, name: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
         if name == "size":

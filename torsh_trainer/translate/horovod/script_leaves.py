@@ -18,6 +18,7 @@ from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.branches import ask_for_branch
 from torsh_trainer.translate.python.events import TOO_LONG
+from torsh_trainer.translate.python.lengths import find_length
 from torsh_trainer.translate.python.project import ScriptProject
 from torsh_trainer.translate.python.torch_calls import name_positional
 from torsh_trainer.translate.python.training import (
@@ -203,6 +204,7 @@ class _Leaves:
         self.clipping()
         self.precision()
         self.schedule()
+        self.length()
         self.others()
         facts = tuple(self.facts.values())
         if not self.reading.is_whole:
@@ -295,9 +297,11 @@ class _Leaves:
             if self.reading.all("DistributedOptimizer"):
                 self.set_optimizer()
             return
-        for event in events[1:]:
-            self.add(f"optimizer {event.facts['class']}", "more", True, event, "optimizer.several")
-        event = events[0]
+        event = self.find_wrapped(events)
+        for other in events:
+            if other is not event:
+                key = f"optimizer {other.facts['class']}"
+                self.add(key, "more", True, other, "optimizer.several")
         if not self.certain(event, f"making the optimizer {event.facts['class']}"):
             return
         kind = event.facts["class"]
@@ -314,6 +318,12 @@ class _Leaves:
                 self.problem_at(event, f"{value.text} cannot be told", "write it out")
                 continue
             self.add(f"optimizer.{name}", f"optimizer.{name}", value, event, _rule_of(name))
+
+    def find_wrapped(self, events: Sequence[Event]) -> Event:
+        """The optimizer that Horovod's wraps, where reading tells which; else the first."""
+        given = [made.facts.get("optimizer") for made in self.reading.all("DistributedOptimizer")]
+        places = [one.place for one in given if isinstance(one, Thing)]
+        return next((event for event in events if event.place in places), events[0])
 
     def set_optimizer(self) -> None:
         """An optimizer that only ``--set`` tells of: it is made where reading does not get to."""
@@ -494,6 +504,11 @@ class _Leaves:
         """Whether the scheduler steps with every update, or once an epoch."""
         steps = self.reading.all("scheduler.step")
         training = self.training
+        handed = self.reading.all("scheduler.handed")
+        if not steps and handed:
+            to = handed[0].facts["to"]
+            self.add("scheduler.step", "interval", f"in {to}", handed[0], "schedule.interval")
+            return
         if not steps:
             made = self.reading.all("scheduler")[0]
             self.add("scheduler.step", "interval", "never", made, "schedule.interval")
@@ -503,6 +518,11 @@ class _Leaves:
             return
         updates = self.reading.all("optimizer.step")
         inner = updates[0].loops if updates else () if training is None else training.loops
+        if not inner and not step.loops:  # in functions that what is not read calls
+            beside = bool(updates) and updates[0].frame is step.frame
+            value = "step" if beside else "in a function that is called elsewhere"
+            self.add("scheduler.step", "interval", value, step, "schedule.interval")
+            return
         each = bool(inner) and step.loops[-1:] == inner[-1:]
         if each and updates and updates[0].every != step.every:
             what = f"the scheduler steps {updates[0].every} times with every step of the optimizer"
@@ -511,22 +531,38 @@ class _Leaves:
         value = "step" if each else "epoch"
         self.add("scheduler.step", "interval", value, step, "schedule.interval")
 
+    def length(self) -> None:
+        """How long it trains, by its loops; and casts of the model."""
+        if self.training is not None:
+            every = next((one.every for one in self.reading.all("optimizer.step")), 1)
+            found = find_length(self.reading, self.training, passes=every)
+            if found is not None:
+                rule = {"exact": "length", "approximate": "length.sooner"}.get(
+                    found.outcome.verdict, "length.untold"
+                )
+                self.add(found.key, found.key, found.value, found.event, rule)
+        for event in self.reading.all("model.cast")[:1]:
+            self.add(event.facts["written"], "cast", event.facts["to"], event, "precision.cast")
+
     def others(self) -> None:
+        uncalled, step = self.reading.uncalled, self.training
+        trains = step is not None and (step.file, step.place) not in uncalled
         for event in self.reading.events:
+            idle = "script.uncalled" if trains and (event.file, event.place) in uncalled else ""
             if event.what in _OWN_CALLS and not event.facts.get("of_gradient"):
-                rule = _OWN_CALLS[event.what]
+                rule = idle or _OWN_CALLS[event.what]
                 self.add(f"hvd.{event.what}", event.what, True, event, rule)
             elif event.what == "exec":
-                self.add(event.facts["written"], "exec", True, event, "script.exec")
+                self.add(event.facts["written"], "exec", True, event, idle or "script.exec")
             elif event.what == "param_group.option":
                 key = f"param_group['{event.facts['name']}']"
-                self.add(key, key, "changed", event, "optimizer.by-hand")
+                self.add(key, key, "changed", event, idle or "optimizer.by-hand")
             elif event.what == "step.unknown":
                 key = event.facts["written"]
-                self.add(key, key, event.facts["made"], event, "step.beside")
+                self.add(key, key, event.facts["made"], event, idle or "step.beside")
             elif event.what == "gradient.changed" and not self.reduced_by_hand:
                 key = event.facts["written"]
-                self.add(key, key, "changed", event, "gradient.changed")
+                self.add(key, key, "changed", event, idle or "gradient.changed")
             elif event.what == "horovod.run":
                 self.add("horovod.run", "run", event.facts.get("np", 1), event, "script.run")
             elif event.what == "optimizer.set_backward_passes_per_step":

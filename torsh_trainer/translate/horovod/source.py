@@ -15,6 +15,7 @@ from torsh_trainer.translate.horovod.job import ELASTIC, HorovodJob, Leaf, Optio
 from torsh_trainer.translate.horovod.launch import Launch
 from torsh_trainer.translate.plan import Fact
 from torsh_trainer.translate.python.arguments import read_setting, read_words
+from torsh_trainer.translate.python.environment import read_environment
 from torsh_trainer.translate.python.parsing import read_source
 from torsh_trainer.translate.python.training import TrainingScript
 from torsh_trainer.translate.reading import text_of
@@ -141,7 +142,9 @@ class _Reading:
         self.used |= {key for key in known if re.search(rf"\$\{{?{re.escape(key)}\b", text)}
         self.started = launch.read(text, name=name, known=known, file=file)
         self.take((self.started.leaves, self.started.problems))
-        self.arguments = read_words([word.text for word in self.started.arguments])
+        words = read_words([word.text for word in self.started.arguments])
+        words.environment = read_environment(self.started.environment)
+        self.arguments = words
         if self.started.config_file is not None:
             path = self.find_needed("--config-file", self.started.config_file, beside)
             self.read("config", path, text_of(path), file=self.started.config_file)

@@ -17,6 +17,7 @@ from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.outcomes import Outcome
 from torsh_trainer.translate.plan import DTypes, Finding, Ledger, Memory, Plan, ScriptPlan
 from torsh_trainer.translate.proofs import find_proofs
+from torsh_trainer.translate.python.environment import note_assumed
 from torsh_trainer.translate.python.parsing import note_lines, read_source
 from torsh_trainer.translate.reading import exists
 
@@ -98,7 +99,8 @@ def _plan_of(job: HorovodJob) -> Plan:
 def _notes(job: HorovodJob) -> tuple[str, ...]:
     names = [Path(name).name for name in job.files]
     said = [f"read with it: {', '.join(names)}"] if names else []
-    return (*said, *note_lines(Path(job.name)))
+    assumed = () if job.training is None else job.training.reading.assumed
+    return (*said, *note_lines(Path(job.name)), *note_assumed(assumed))
 
 
 def _defaults(job: HorovodJob) -> Iterator[Leaf]:
@@ -139,6 +141,19 @@ def _report_value(value: Any) -> Any:
 
 
 def _dtypes(job: HorovodJob, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
+    cast = {"double": "fp64", "half": "fp16", "bfloat16": "bf16"}.get(job.get("cast", ""))
+    if cast:
+        rows = (
+            "parameters",
+            "compute",
+            "gradient communication",
+            "accumulation",
+            "optimizer state",
+        )
+        return (
+            *(DTypes(row, cast, cast) for row in rows),
+            DTypes("buffers", "as the model has them", "as the model has them"),
+        )
     half = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
     low = half.get(job.get("autocast.dtype", ""), "fp32") if job.get("autocast") else ""
     computes = f"{low} by autocast" if low else "fp32"
@@ -156,7 +171,7 @@ def _dtypes(job: HorovodJob, values: Mapping[str, Any]) -> tuple[DTypes, ...]:
 
 def _memory(job: HorovodJob) -> Memory | None:
     """Bytes per parameter and process, for an Adam: both hold all of it."""
-    if job.get("optimizer") not in ("Adam", "AdamW"):
+    if job.get("optimizer") not in ("Adam", "AdamW") or job.is_given("cast"):
         return None
     note = "bytes a parameter and process, Adam, without activations and Horovod's fusion buffer"
     return Memory(16.0, 16.0, note)

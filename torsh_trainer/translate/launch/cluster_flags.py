@@ -21,7 +21,7 @@ SRUN = table_of_rows(
         "-J --job-name -p --partition -A --account -t --time -c --cpus-per-task -w "
         "--nodelist -x --exclude --gres -G --gpus --gpus-per-node --gpus-per-task --mem "
         "--mem-per-cpu --mem-per-gpu -o --output -e --error -i --input --jobid "
-        "--quotatype --qos --constraint -C --mpi --cpu-bind --cpu_bind --gpu-bind --mem- "
+        "--quotatype --qos --constraint -C --mpi --cpu-bind --cpu_bind --gpu-bind --mem-"
         "bind --distribution -m --export --chdir -D --container-image --container-mounts "
         "--container-workdir --container-name --wait --kill-on-bad-exit -K --comment "
         "--reservation --signal --begin --dependency --ntasks-per-gpu --ntasks-per-core "
@@ -63,7 +63,7 @@ MPIRUN = table_of_rows(
         for name in ("-mca", "--mca", "-gmca", "--gmca")
     ),
     *fix_rows(
-        "--allow-run-as-root -allow-run-as-root --oversubscribe -oversubscribe --tag- "
+        "--allow-run-as-root -allow-run-as-root --oversubscribe -oversubscribe --tag-"
         "output -tag-output -q --quiet -v --verbose --report-bindings -report-bindings "
         "-pernode --pernode --display-map -display-map --nooversubscribe -genvall -envall "
         "--bynode --bind-to-none -print-rank-map",

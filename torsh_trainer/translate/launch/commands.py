@@ -9,6 +9,7 @@ from typing import Any
 from torsh_trainer.translate.launch.deepspeed_flags import parse_resources
 from torsh_trainer.translate.launch.job import AUTO, LaunchJob
 from torsh_trainer.translate.launch.lines import PYTHON
+from torsh_trainer.translate.launch.variables import is_set_by_launcher
 from torsh_trainer.translate.plan import RECIPE
 from torsh_trainer.translate.shell.words import Word
 from torsh_trainer.utils.masking import MASK, is_secret
@@ -22,6 +23,7 @@ def write_command(job: LaunchJob) -> str:
     prefix = [
         f"{name}={_quote(_hide_secret(name, word))}"
         for name, word in line.command.variables.items()
+        if not is_set_by_launcher(name)
     ]
     visible = _list_devices(job)
     if visible and not any(text.startswith("CUDA_VISIBLE_DEVICES=") for text in prefix):

@@ -84,6 +84,7 @@ def table_of_rows(*rows: FlagRow) -> FlagTable:
     found: dict[str, FlagRow] = {}
     for row in rows:
         for name in row.names:
+            assert re.fullmatch(r"-{1,2}[A-Za-z0-9][\w-]*(?<!-)", name), name
             assert name not in found, name
             found[name] = row
     return found

@@ -41,14 +41,24 @@ class Link:
 
 @dataclass(frozen=True)
 class LaunchLine:
-    """A line that starts something: wrappers, launchers, the script, its arguments."""
+    """A line that starts something: wrappers, launchers, the script, and the words behind it."""
 
     command: Command
     links: tuple[Link, ...]
     script: Word | None
     module: bool
-    arguments: tuple[Word, ...]
+    behind: tuple[Word, ...]
     wrappers: tuple[Word, ...] = ()
+
+    @property
+    def arguments(self) -> tuple[Word, ...]:
+        """What the script is given, but for the file's own arguments, which nobody has given."""
+        return tuple(word for word in self.behind if not word.is_all_arguments)
+
+    @property
+    def hands_on(self) -> bool:
+        """The file hands its own arguments on (``$@``)."""
+        return len(self.arguments) < len(self.behind)
 
     @property
     def launcher(self) -> Link:

@@ -37,6 +37,7 @@ from torsh_trainer.translate.launch.variables import is_deciding, judge_variable
 from torsh_trainer.translate.outcomes import Outcome, exact
 from torsh_trainer.translate.plan import Fact, Plan
 from torsh_trainer.translate.python.arguments import read_words
+from torsh_trainer.translate.python.environment import read_environment
 from torsh_trainer.translate.shell.words import Word
 
 _SHORTEST = 9
@@ -202,11 +203,12 @@ class _Planning:
         decides = self.job.line.launcher.launcher != "accelerate"
         for name, word in {**command.exported, **command.variables}.items():
             named = re.compile(rf"\b{re.escape(name)}\b")
+            others = re.sub(rf"^.*\b{re.escape(name)}=.*$", "", self.text, flags=re.MULTILINE)
             outcome = judge_variable(
                 name,
                 word.text,
                 decides=decides,
-                in_line=re.search(rf"\$\{{?[#!]?{re.escape(name)}\b", self.text) is not None,
+                in_line=re.search(rf"\$\{{?[#!]?{re.escape(name)}\b", others) is not None,
                 in_script=named.search(self.script_text) is not None,
                 is_prefix=name in command.variables,
             )
@@ -287,6 +289,8 @@ class _Planning:
         """The findings of a script that makes an engine of its own, with the line's words."""
         job = self.job
         words = read_words([word.text for word in job.line.arguments])
+        command = job.line.command
+        words.environment = read_environment({**command.exported, **command.variables})
         size = self.asked.world_size or job.world.processes
         line = LineOfScript(words, job.settings, size, self.asked, self.document)
         read = kind.plan(script, line)
@@ -464,6 +468,11 @@ class _Planning:
         command = self.job.line.command
         for condition in command.conditions:
             yield f"it is started where this holds, which nobody here can tell: {condition}"
+        if self.job.line.hands_on:
+            yield (
+                "the file hands its own arguments on ($@), and none are taken here: --set "
+                "@='--lr 0.1 ...' gives them"
+            )
         for name, value in command.rounds:
             if not value:
                 yield f"a loop starts it once for each {name}, which only a shell can list"

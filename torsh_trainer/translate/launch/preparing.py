@@ -194,6 +194,7 @@ def check_settings(settings: Mapping[str, str], text: str, known: set[str]) -> N
         ConfigError: one does not.
     """
     variables = set(re.findall(r"\$\{?[#!]?(\w+)", text)) | set(re.findall(r"(\w+)\+?=", text))
+    variables |= {name.replace("-", "_") for name in re.findall(r"<([A-Za-z_][\w-]*)>", text)}
     variables |= {"@"} if re.search(r"\$\{?[@*]", text) else set()
     for name in settings:
         if name not in variables and name not in known:

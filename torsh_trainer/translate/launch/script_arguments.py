@@ -116,7 +116,7 @@ MEGATRON = table_of_rows(
         "--train-iters", "trainer.max_steps", "updates of the run", whole=True, family="megatron"
     ),
     judge_row(
-        "--train-samples --lr-decay-samples --lr-warmup-samples --train-tokens --lr- "
+        "--train-samples --lr-decay-samples --lr-warmup-samples --train-tokens --lr-"
         "decay-tokens --lr-warmup-tokens",
         _samples,
         rule="megatron.samples",
@@ -208,9 +208,9 @@ MEGATRON = table_of_rows(
         rule="megatron.optimizer",
     ),
     judge_row(
-        "--tensor-model-parallel-size --model-parallel-size --pipeline-model-parallel- "
-        "size --context-parallel-size --expert-model-parallel-size --ds-sequence- "
-        "parallel-size --num-experts --expert-tensor-parallel-size --virtual-pipeline- "
+        "--tensor-model-parallel-size --model-parallel-size --pipeline-model-parallel-"
+        "size --context-parallel-size --expert-model-parallel-size --ds-sequence-"
+        "parallel-size --num-experts --expert-tensor-parallel-size --virtual-pipeline-"
         "model-parallel-size --num-layers-per-virtual-pipeline-stage",
         _judge_parts("parts of a model"),
         rule="megatron.mesh",
@@ -237,8 +237,7 @@ MEGATRON = table_of_rows(
         rule="megatron.recompute",
     ),
     *fix_rows(
-        "--recompute-granularity --recompute-method --recompute-num-layers --checkpoint- "
-        "num-layers",
+        "--recompute-granularity --recompute-method --recompute-num-layers --checkpoint-num-layers",
         "approximate",
         "trainer.activation_checkpointing: true, or selective",
         rule="megatron.recompute",
@@ -252,8 +251,8 @@ MEGATRON = table_of_rows(
     ),
     *fix_rows(
         "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --use-flash-attn "
-        "--use-flash-attn-v2 --use-mcore-models --no-async-tensor-model-parallel- "
-        "allreduce --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no- "
+        "--use-flash-attn-v2 --use-mcore-models --no-async-tensor-model-parallel-"
+        "allreduce --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-"
         "bias-gelu-fusion --no-bias-dropout-fusion --use-cpu-initialization",
         "performance-only",
         "speed alone",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.base import TranslationRequest, Translator
@@ -22,7 +22,7 @@ from torsh_trainer.translate.launch.lines import HOROVODRUN, PYTHON, read_line
 from torsh_trainer.translate.launch.planning import plan_job
 from torsh_trainer.translate.launch.preparing import check_settings
 from torsh_trainer.translate.launch.sweeps import Rounds, join_rounds
-from torsh_trainer.translate.outcomes import exact
+from torsh_trainer.translate.outcomes import dead, exact
 from torsh_trainer.translate.plan import Fact, Finding, Plan
 from torsh_trainer.translate.python.arguments import is_expression
 from torsh_trainer.translate.reading import exists, text_of
@@ -43,6 +43,9 @@ _PYTHON_LINES = re.compile(r"^(import|from)\s+[\w.]+|^(def|class)\s+\w+.*:\s*$",
 _DIRECTIVE = re.compile(
     r"^#SBATCH[ \t]+(--?[\w-]+)(?:[= \t][ \t]*([^#\n]*?))?[ \t]*(?:#.*)?$", re.MULTILINE
 )
+_FIRST_COMMAND = re.compile(r"^[ \t]*[^#\s]", re.MULTILINE)
+"""Where sbatch stops to look for directives."""
+
 _LONG = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-G": "--gpus"}
 _SCHEDULER_VARIABLES = {
     "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -50,6 +53,8 @@ _SCHEDULER_VARIABLES = {
     "--ntasks-per-node": ("SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     "--cpus-per-task": ("SLURM_CPUS_PER_TASK",),
     "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    "--gpus-per-task": ("SLURM_GPUS_PER_TASK",),
+    "--gpus": ("SLURM_GPUS",),
     "--gres": ("SLURM_GPUS_ON_NODE",),
     "--job-name": ("SLURM_JOB_NAME",),
 }
@@ -262,7 +267,10 @@ class LaunchFile:
         """One of several lines of horovodrun, through Horovod's own translator."""
         everything = (*line.command.around, *line.command.words)
         start = next(i for i, word in enumerate(everything) if word is line.launcher.word)
-        text = " ".join(_quote_plain(word.text, word.open) for word in everything[start:])
+        around = {**line.command.exported, **line.command.variables}
+        set_before = [f"{name}={_quote_plain(w.text, w.open)}" for name, w in around.items()]
+        words = [_quote_plain(word.text, word.open) for word in everything[start:]]
+        text = " ".join([*set_before, *words])
         script = next((w.text for w in everything[start:] if w.text.endswith(".py")), "")
         path = self.finder.find(script, line.command.folder) if script else None
         asked = replace(self.asked, command=text)
@@ -411,28 +419,42 @@ def _group(lines: Sequence[LaunchLine]) -> list[list[LaunchLine]]:
     return list(groups.values())
 
 
-def _read_directives(text: str) -> Iterator[tuple[str, str, int]]:
-    """``#SBATCH --nodes=2``: name, value, line."""
+class _Directive(NamedTuple):
+    """``#SBATCH --nodes=2``. ``is_read``: it stands before the first command, as sbatch has it."""
+
+    name: str
+    value: str
+    line: int
+    is_read: bool
+
+
+def _read_directives(text: str) -> Iterator[_Directive]:
+    first = _FIRST_COMMAND.search(text)
     for match in _DIRECTIVE.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
-        yield match[1], (match[2] or "").strip().strip("\"'"), line
+        is_read = first is None or match.start() < first.start()
+        yield _Directive(match[1], (match[2] or "").strip().strip("\"'"), line, is_read)
 
 
-def _variables_of(directives: Sequence[tuple[str, str, int]]) -> dict[str, str]:
+def _variables_of(directives: Sequence[_Directive]) -> dict[str, str]:
     """What Slurm sets by its directives."""
     found: dict[str, str] = {}
-    for name, value, _ in directives:
+    for name, value, _, is_read in directives:
+        if not is_read:
+            continue
         long = _LONG.get(name, name)
         for variable in _SCHEDULER_VARIABLES.get(long, ()):
-            last = value.rpartition(":")[2] if long in ("--gres", "--gpus-per-node") else value
+            last = value.rpartition(":")[2] if long.startswith("--g") else value
             if long == "--job-name" or last.isdigit():
                 found[variable] = last
     return found
 
 
-def _directive_findings(directives: Sequence[tuple[str, str, int]]) -> Iterator[Finding]:
-    for name, value, line in directives:
+def _directive_findings(directives: Sequence[_Directive]) -> Iterator[Finding]:
+    for name, value, line, is_read in directives:
         outcome = exact("the scheduler reads it: keep the line")
+        if not is_read:
+            outcome = dead("it stands behind a command, where sbatch reads none: move it up")
         yield Finding(
             f"#SBATCH {name}",
             value,

@@ -28,15 +28,16 @@ _DECIDING = (
 )
 """Variables that decide how is trained, where no option says so -> the next move."""
 
+_PLACES = r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE)"
 _KNOWN = (
     (
-        r"(MASTER_(ADDR|PORT)|(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE)",
+        _PLACES,
         "dead",
         "the launcher gives each process its own: leave it out around the command below",
     ),
     (
         (
-            r"(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(KMP|GOMP)_\w+|NUMBA_\w+|PYTORCH_\w*ALLOC_CONF|"
+            r"OMP_\w+|(MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|(KMP|GOMP)_\w+|NUMBA_\w+|PYTORCH_\w*ALLOC_CONF|"
             r"MALLOC_\w+|CUDA_DEVICE_MAX_CONNECTIONS|(TORCH_)?NCCL_\w+|GLOO_\w+|UCX_\w+|FI_\w+|"
             r"TP_SOCKET_IFNAME|TORCH_DISTRIBUTED_DEBUG|TORCH_CPP_LOG_LEVEL|CUDA_LAUNCH_BLOCKING"
         ),
@@ -86,6 +87,11 @@ def is_deciding(name: str, value: str) -> bool:
     """Whether a variable chooses the engine beside the line."""
     named = any(re.fullmatch(pattern, name) for pattern, _ in _DECIDING)
     return named and value.lower() not in _OFF
+
+
+def is_set_by_launcher(name: str) -> bool:
+    """Whether a launcher gives each process its own, so that none is set around the command."""
+    return re.fullmatch(_PLACES, name) is not None
 
 
 def judge_variable(

@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torsh_trainer.translate.nodes import Place
@@ -200,9 +201,11 @@ def read_truth(word: str, *, otherwise: Any) -> Any:
 
 
 class GivenWords(dict[str, Any]):
-    """Option -> the word after it; ``words`` are all of them, in their order."""
+    """Option -> the word after it; ``words`` are all of them, in their order, ``environment`` the
+    variables that stand around them: an ``Unknown`` where only a shell could tell."""
 
     words: tuple[str, ...] = ()
+    environment: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_words(words: Sequence[str]) -> GivenWords:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.arguments import call_parser, define_flag, read_parameters
 from torsh_trainer.translate.python.click_options import read_options
 from torsh_trainer.translate.python.dataclass_arguments import (
@@ -18,6 +19,7 @@ from torsh_trainer.translate.python.dataclass_arguments import (
     is_dataclass,
     make_parser,
 )
+from torsh_trainer.translate.python.environment import GET
 from torsh_trainer.translate.python.events import (
     Around,
     Event,
@@ -28,6 +30,17 @@ from torsh_trainer.translate.python.events import (
 )
 from torsh_trainer.translate.python.expressions import Expressions
 from torsh_trainer.translate.python.frames import Frame, match_arguments
+from torsh_trainer.translate.python.hydra_configs import read_hydra
+from torsh_trainer.translate.python.objects import (
+    NOT_SET,
+    PARTIAL,
+    call_class,
+    is_decorated,
+    look_up,
+    make_object,
+    set_attribute,
+    take_fields,
+)
 from torsh_trainer.translate.python.values import (
     FUNCTIONS,
     Function,
@@ -37,8 +50,10 @@ from torsh_trainer.translate.python.values import (
     ScriptDict,
     Thing,
     Unknown,
+    callable_is_known,
     compute,
     copy_record,
+    function_of_lambda,
     is_plain,
     times,
     write_expression,
@@ -55,7 +70,11 @@ class ScriptCalls(Expressions):
         self.events: list[Event] = []
         self.around = Around()
         self.visited: set[tuple[str, str]] = set()
-        self.seen: set[tuple[str, str, int, int]] = set()
+        self.seen: dict[tuple[str, str, int, int], tuple[int, ...]] = {}
+        self.events_at: set[tuple[str, str, int, int]] = set()
+        self.again: set[tuple[str, Place]] = set()
+        self.by_itself = False
+        self.uncalled: set[tuple[str, Place]] = set()
         self.frame = Frame(self.module)
         self.tops: dict[str, Frame] = {"": self.frame}
         self.frames: list[Frame] = [self.frame]
@@ -76,7 +95,13 @@ class ScriptCalls(Expressions):
         else:
             target = self.value(node.func, scope)
         args, named = self.read_arguments(node, scope)
-        return self.call_value(target, args, named, node)
+        value = self.call_value(target, args, named, node)
+        if isinstance(value, Unknown):
+            self.hand_over(node, [*args, *named.values()])
+        return value
+
+    def hand_over(self, node: ast.Call, given: list[Any]) -> None:
+        """Objects are handed to a call that is not followed."""
 
     def call_value(
         self, target: Any, args: list[Any], named: dict[str, Any], node: ast.Call
@@ -88,7 +113,16 @@ class ScriptCalls(Expressions):
             return self.make(target, args, named, node)
         if isinstance(target, ImportedName):
             return self.call_name(target.dotted, args, named, node)
+        if isinstance(target, Thing) and target.kind == PARTIAL:
+            given = target.facts
+            args, named = [*given["args"], *args], {**given["named"], **named}
+            return self.call_value(given["of"], args, named, node)
+        if isinstance(target, Unknown) and isinstance(target.of, ast.Lambda):
+            return self.call_function(function_of_lambda(target.of, self.module), args, named, node)
         return self.unknown(node)
+
+    def look_up(self, owner: Any, name: str, node: ast.expr) -> Any:
+        return look_up(self, owner, name, node)
 
     def read_arguments(self, node: ast.Call, scope: Scope) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
@@ -120,7 +154,7 @@ class ScriptCalls(Expressions):
             return nothing
         caller, self.module = self.module, function.module
         if function.kind is None and not args:
-            named = read_options(self, function) | named
+            named = read_options(self, function) | read_hydra(self, function) | named
         arguments = dict(_bind_arguments(definition, args, named, self))
         frame, within = self.frame, self.within
         self.frame, self.within = self.enter(function, arguments, node), ()
@@ -165,6 +199,8 @@ class ScriptCalls(Expressions):
             self.call_function(start, [made, *args], named, node)
         elif is_dataclass(self, kind):
             fill_dataclass(self, made, args, named)
+        else:
+            take_fields(self, made, kind, named)
         return made
 
     def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
@@ -172,8 +208,17 @@ class ScriptCalls(Expressions):
         otherwise = self.unknown(node)
         if dotted in FUNCTIONS and not named and args and all(map(is_plain, args)):
             return compute(FUNCTIONS[dotted], *args, otherwise=otherwise)
+        if dotted in GET and args:
+            return self.read_variable(dotted, args, named, node)
+        if dotted == "setattr" and len(args) == 3:
+            return set_attribute(self, args[0], args[1], args[2], node)
+        if dotted == "getattr" and len(args) > 1 and isinstance(args[1], str):
+            return self.read_attribute(args, node)
+        made_here = make_object(dotted, args, named, place_of(node))
+        if made_here is not NOT_SET:
+            return made_here
         if dotted in ("range", "enumerate", "tqdm") or dotted.endswith((".tqdm", ".trange")):
-            if dotted == "range":
+            if dotted == "range" or dotted.endswith("trange"):
                 return Thing("range", place_of(node), {"of": args})
             return args[0] if args else otherwise
         if dotted == "dict" and all(isinstance(arg, ScriptDict) for arg in args[:1]):
@@ -200,6 +245,35 @@ class ScriptCalls(Expressions):
             define_flag(self, args, named)
         return otherwise
 
+    def read_variable(
+        self, dotted: str, args: list[Any], named: Mapping[str, Any], node: ast.Call
+    ) -> Any:
+        """``os.environ.get(name, default)`` and its like."""
+        name, environment = args[0], self.environment
+        default = args[1] if len(args) > 1 else named.get("default")
+        value: Any = self.unknown(node)
+        if environment.knows(name):
+            value = environment.read(name)
+        elif default is not None and environment.is_free(name):
+            value = default
+        if dotted.endswith("setdefault") and isinstance(name, str):
+            environment.here[name] = value
+        return value
+
+    def read_attribute(self, args: list[Any], node: ast.Call) -> Any:
+        """``getattr(owner, name, default)``; the default counts of an argument that is none."""
+        owner, name = args[:2]
+        if isinstance(owner, ImportedName):
+            return ImportedName(f"{owner.dotted}.{name}")
+        if isinstance(owner, Module):
+            return owner.scope.get(name, self.unknown(node))
+        found = self.look_up(owner, name, node)
+        if found is not NOT_SET:
+            return found
+        is_space = isinstance(owner, Thing) and owner.kind == "arguments"
+        known = is_space and not owner.is_untold and name not in self.arguments
+        return args[2] if known and len(args) > 2 else self.unknown(node)
+
     def method(self, owner: Any, name: str, node: ast.Call, scope: Scope) -> Any:
         """The value of ``owner.name(...)``."""
         args, named = self.read_arguments(node, scope)
@@ -213,11 +287,16 @@ class ScriptCalls(Expressions):
             return self.call_record(owner, name, args, named, node)
         if isinstance(owner, Module):
             return self.call_value(owner.scope.get(name, otherwise), args, named, node)
+        if isinstance(owner, Kind):
+            return call_class(self, owner, name, args, named, node)
         if isinstance(owner, Thing):
             made_of = owner.facts.get("__class__")
             method = self.find_method(made_of, name) if isinstance(made_of, Kind) else None
             if method is not None:
-                return self.call_function(method, [owner, *args], named, node)
+                bound = [] if is_decorated(self, method, ("staticmethod",)) else [owner]
+                return self.call_function(method, [*bound, *args], named, node)
+            if callable_is_known(owner.facts.get(name)) and not owner.is_untold:
+                return self.call_value(owner.facts[name], args, named, node)
             if owner.kind == "parser" and "dataclasses" in owner.facts and name in METHODS:
                 return call_dataclass_parser(self, owner, name, args, named, node)
             if owner.kind == "parser":
@@ -241,10 +320,10 @@ class ScriptCalls(Expressions):
         if name == "update":
             for other in (*args, ScriptDict(named)):
                 if not isinstance(other, ScriptDict):
-                    place = place_of(node)
-                    owner.untold.append((write_expression(node), place, self.module.file))
+                    owner.mark_untold(write_expression(node), place_of(node), self.module.file)
                     continue
-                owner.untold += other.untold
+                for change in other.untold:
+                    owner.mark_untold(*change)
                 for one, value in other.items():
                     place, file = other.places.get(one, (place_of(node), self.module.file))
                     owner.put(one, self.sure(value, node), place, file)
@@ -253,7 +332,10 @@ class ScriptCalls(Expressions):
             otherwise = args[1] if len(args) > 1 else None
             if name == "setdefault" and key not in owner:
                 owner.put(key, otherwise, place_of(node), self.module.file)
+            owner.asked.add(key)
             return owner.pop(key, otherwise) if name == "pop" else owner.get(key, otherwise)
+        if name in ("items", "keys", "values") and not args and not owner.untold:
+            return list(getattr(owner, name)())
         return self.unknown(node)
 
     def call_method(
@@ -266,8 +348,12 @@ class ScriptCalls(Expressions):
         """Enters that something has happened here, once for each place."""
         place, around = place_of(node), self.around
         spot = (what, self.module.file, place.line, place.column)
-        if spot not in self.seen:  # a function may be called twice
-            self.seen.add(spot)
+        if self.seen.setdefault(spot, around.loops) != around.loops:
+            self.again.add((self.module.file, place))
+        elif spot not in self.events_at:  # a function may be called twice
+            self.events_at.add(spot)
+            if self.by_itself:
+                self.uncalled.add((self.module.file, place))
             self.events.append(
                 Event(
                     what,

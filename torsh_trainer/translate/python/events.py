@@ -47,7 +47,10 @@ class ScriptReading:
     """What a script does, in the order of a run; ``used`` are the settings that were asked for.
 
     ``is_whole``: all of it was followed; a script of very many statements is not. ``skipped`` are
-    the branches that were not, ``frames`` all calls of its functions, and the modules.
+    the branches that were not, ``frames`` all calls of its functions, and the modules, ``assumed``
+    variables of the environment that were taken for unset, ``again`` places (with their files) at
+    which something happens within several loops, of which an event has the first, ``uncalled``
+    those in functions that nothing which was read calls.
     """
 
     events: tuple[Event, ...]
@@ -55,6 +58,9 @@ class ScriptReading:
     is_whole: bool = True
     skipped: tuple[Skipped, ...] = ()
     frames: tuple[Frame, ...] = ()
+    assumed: tuple[str, ...] = ()
+    again: frozenset[tuple[str, Place]] = frozenset()
+    uncalled: frozenset[tuple[str, Place]] = frozenset()
 
     def all(self, what: str) -> list[Event]:
         """The events of one sort."""

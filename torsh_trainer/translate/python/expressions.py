@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from torsh_trainer.translate.python.environment import ScriptVariables
 from torsh_trainer.translate.python.events import Scope, find_enclosing, place_of
+from torsh_trainer.translate.python.objects import NOT_SET
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -38,6 +40,7 @@ class Expressions(abc.ABC):
         self.stated = {type(tree.body) for tree in map(_parse_stated, known) if tree is not None}
         self.module = Module("")
         self.flags: dict[str, Any] = {}
+        self.environment = ScriptVariables(getattr(arguments, "environment", {}), known)
 
     @abc.abstractmethod
     def call(self, node: ast.Call, scope: Scope) -> Any:
@@ -52,6 +55,10 @@ class Expressions(abc.ABC):
         self, target: Any, args: list[Any], named: dict[str, Any], node: ast.Call
     ) -> Any:
         """The value of a call of whatever stands for the function."""
+
+    @abc.abstractmethod
+    def look_up(self, owner: Any, name: str, node: ast.expr) -> Any:
+        """``owner.name`` of a class, an object or a record; ``NOT_SET`` where it is not told."""
 
     @abc.abstractmethod
     def assign(self, target: ast.expr, value: Any, scope: Scope) -> None:
@@ -179,8 +186,11 @@ class Expressions(abc.ABC):
 
     def item(self, node: ast.Subscript, scope: Scope) -> Any:
         owner, key = self.value(node.value, scope), self.value(node.slice, scope)
-        if isinstance(owner, dict) and isinstance(key, str) and key in owner:
-            return owner[key]
+        if isinstance(owner, ScriptDict) and isinstance(key, str) and key in owner:
+            return owner.read(key)
+        if isinstance(owner, ImportedName) and owner.dotted == "os.environ":
+            known = self.environment.knows(key)
+            return self.environment.read(key) if known else self.unknown(node)
         whole = isinstance(key, int) and not isinstance(key, bool)
         if isinstance(owner, list | tuple) and whole and -len(owner) <= key < len(owner):
             return owner[key]
@@ -199,11 +209,11 @@ class Expressions(abc.ABC):
             return str(getattr(PurePosixPath(owner), node.attr))
         if isinstance(owner, Module):
             return owner.scope.get(node.attr, self.unknown(node))
-        if isinstance(owner, Thing):
-            if node.attr in owner.facts:
-                return owner.facts[node.attr]
-            if owner.kind == "arguments":
-                return self.argument(owner, node)
+        found = self.look_up(owner, node.attr, node)
+        if found is not NOT_SET:
+            return found
+        if isinstance(owner, Thing) and owner.kind == "arguments" and not owner.is_untold:
+            return self.argument(owner, node)
         return self.unknown(node)
 
     def argument(self, owner: Thing, node: ast.Attribute) -> Any:

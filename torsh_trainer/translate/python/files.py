@@ -11,6 +11,8 @@ from typing import Any
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate.nodes import Place
 from torsh_trainer.translate.python.events import place_of
+from torsh_trainer.translate.python.objects import NOT_SET
+from torsh_trainer.translate.python.omegaconf_calls import call_omegaconf
 from torsh_trainer.translate.python.project import read_record, record_of
 from torsh_trainer.translate.python.values import (
     ScriptDict,
@@ -21,7 +23,7 @@ from torsh_trainer.translate.python.values import (
     is_plain,
 )
 from torsh_trainer.translate.python.walk import Walk
-from torsh_trainer.translate.reading import read_text
+from torsh_trainer.translate.reading import read_root
 
 _LOADS = (
     *("json.load", "json.loads", "hjson.load", "hjson.loads"),
@@ -70,6 +72,9 @@ class FileWalk(Walk):
             return Thing("text", place_of(node), {"holds": copy_record(first)})
         if dotted in _PATHS and args and all(isinstance(arg, str) for arg in args):
             return str(PurePosixPath(*args))
+        if ".OmegaConf." in dotted or dotted.startswith("OmegaConf."):
+            found = call_omegaconf(self, dotted.rpartition(".")[2], args, named, node)
+            return self.unknown(node) if found is NOT_SET else found
         if dotted in _EXISTS and isinstance(first, str) and self.exists(first):
             return True
         return super().call_name(dotted, args, named, node)
@@ -148,7 +153,7 @@ class FileWalk(Walk):
     def read_literal(self, text: str, node: ast.Call) -> Any:
         """A configuration that stands in the script as a text; all of it where it is used."""
         try:
-            root = read_text(text, name="text.json").root
+            root = read_root(text, name="text.json")
         except (ConfigError, ResourceError):
             return self.unknown(node)
         held = record_of(root, self.module.file)

@@ -89,6 +89,20 @@ def list_bound(node: ast.stmt) -> list[str]:
     return found
 
 
+def list_carried(loop: ast.stmt) -> list[ast.expr]:
+    """Names and attributes to which a loop adds in each round: ``step += 1``, ``x = x * 2``."""
+    found: dict[str, ast.expr] = {}
+    for part in ast.walk(loop):
+        if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name | ast.Attribute):
+            found.setdefault(ast.unparse(part.target), part.target)
+        elif isinstance(part, ast.Assign) and len(part.targets) == 1:
+            target = part.targets[0]
+            read = {one.id for one in ast.walk(part.value) if isinstance(one, ast.Name)}
+            if isinstance(target, ast.Name) and target.id in read:
+                found.setdefault(target.id, target)
+    return list(found.values())
+
+
 def _list_names(target: ast.expr) -> list[str]:
     if isinstance(target, ast.Tuple | ast.List):
         return [name for part in target.elts for name in _list_names(part)]

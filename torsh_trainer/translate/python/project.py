@@ -11,7 +11,7 @@ from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate.nodes import Node
 from torsh_trainer.translate.python.parsing import parse
 from torsh_trainer.translate.python.values import ScriptDict
-from torsh_trainer.translate.reading import read_text, text_of
+from torsh_trainer.translate.reading import read_root, text_of
 
 _FOLDERS_ABOVE = 3
 _MOST_FILES = 40
@@ -133,7 +133,7 @@ def read_record(path: Path) -> Any:
     Raises:
         ConfigError, ResourceError: it cannot be read.
     """
-    root = read_text(text_of(path), name=str(path)).root
+    root = read_root(text_of(path), name=str(path))
     return record_of(root, str(path)) if root.is_mapping else None
 
 

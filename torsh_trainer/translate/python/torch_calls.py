@@ -76,6 +76,10 @@ _HARMLESS_STEPS = re.compile(
 
 _STEPS = ("step", "first_step", "second_step")
 _GRADIENT = re.compile(r"\.grad(\.data)?$")
+_CASTS = ("double", "half", "bfloat16")
+_MODELS = re.compile(r"(^|[._])(\w*model|\w*net|network|encoder|decoder)\b|\b[A-Z]\w*\(", re.ASCII)
+"""What a model is called, or made by, where its parameters are cast."""
+
 _KEEP_GRADIENT = ("zero_", "detach_", "requires_grad_", "record_stream_", "share_memory_")
 
 STEPS_BESIDE = (
@@ -133,10 +137,10 @@ class TorchWalk(FileWalk):
             return self.unknown(node)
         of_transformers = dotted.startswith(_SCHEDULES) and "schedule" in last
         if of_transformers or dotted.startswith("torch.optim.lr_scheduler."):
-            facts = {"class": last, "args": args, "named": named}
-            self.event("scheduler", node, facts)
-            return Thing("scheduler", place_of(node), facts)
-        if dotted.startswith("torch.optim."):
+            return self.schedule(last, args, named, node)
+        if dotted == "torch.optim.swa_utils.SWALR":
+            return self.schedule(last, args, named, node)
+        if dotted.startswith("torch.optim.") and not dotted.startswith("torch.optim.swa_utils."):
             return self.optimizer(last, args, named, node)
         if dotted in _OTHER_ADAMS and named.get("correct_bias", True) is True and len(args) < 6:
             named = {"eps": 1e-6, "weight_decay": 0.0} | named
@@ -154,6 +158,12 @@ class TorchWalk(FileWalk):
         return super().call_name(dotted, args, named, node)
 
     def method(self, owner: Any, name: str, node: ast.Call, scope: Scope) -> Any:
+        if name in _CASTS and not node.args and not self.around.loops:
+            written = (
+                write_expression(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            )
+            if _MODELS.search(written):
+                self.event("model.cast", node, {"written": f"{written}.{name}()"[:60], "to": name})
         if isinstance(owner, Unknown) and name.endswith("_") and name not in _KEEP_GRADIENT:
             self.mark_gradient(owner.text, node)
         return super().method(owner, name, node, scope)
@@ -162,6 +172,10 @@ class TorchWalk(FileWalk):
         if isinstance(target, ast.Attribute) and value is not None:
             self.mark_gradient(write_expression(target), target)
         super().assign(target, value, scope)
+
+    def hand_over(self, node: ast.Call, given: list[Any]) -> None:
+        if any(isinstance(one, Thing) and one.kind == "scheduler" for one in given):
+            self.event("scheduler.handed", node, {"to": write_expression(node.func)})
 
     def mark_gradient(self, written: str, node: ast.expr) -> None:
         """Enters that a gradient is written to, where a loop does that."""
@@ -185,10 +199,19 @@ class TorchWalk(FileWalk):
         if owner and not _HARMLESS_STEPS.search(owner):
             self.event("step.unknown", node, {"written": written, "made": made})
 
+    def schedule(self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Thing:
+        """A scheduler that the script makes."""
+        facts = {"class": kind, "args": args, "named": named}
+        self.event("scheduler", node, facts)
+        return Thing("scheduler", place_of(node), facts)
+
     def optimizer(
         self, kind: str, args: list[Any], named: dict[str, Any], node: ast.Call, of: str = ""
     ) -> Thing:
         """An optimizer that the script makes; ``of``: its full name, where it is not torch's."""
+        if "lr" in named and named["lr"] is None:  # an argument that nobody has given
+            given = next((word.value for word in node.keywords if word.arg == "lr"), node)
+            named = named | {"lr": self.unknown(given)}
         facts = {"class": kind, "args": args, "named": named, "of": of}
         self.event("optimizer", node, facts)
         return Thing("optimizer", place_of(node), facts)

@@ -53,25 +53,54 @@ class Thing:
     facts: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """Attributes with the frame and the step in which they were set."""
+    is_untold: bool = False
+    """Attributes were set whose names cannot be told: none is known."""
 
 
 class ScriptDict(dict[str, Any]):
     """A dictionary of the script. ``places``: where its keys stand, and in which file; ``untold``
-    are changes of which reading cannot tell the key, as they are written, with their places."""
+    are changes of which reading cannot tell the key, as they are written, with their places;
+    ``asked`` are keys that the script itself reads, of this one or of what it was copied from."""
 
     def __init__(self, items: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(items)
         self.places: dict[str, tuple[Place, str]] = dict(getattr(items, "places", {}))
         self.untold: list[tuple[str, Place, str]] = list(getattr(items, "untold", []))
+        self.asked: set[str] = getattr(items, "asked", set())
 
     def put(self, key: str, value: Any, place: Place, file: str) -> None:
         """``record[key] = value``, said at ``place``."""
         self[key] = value
         self.places[key] = (place, file)
 
+    def mark_untold(self, text: str, place: Place, file: str) -> None:
+        """Enters a change of which the key cannot be told."""
+        self.untold.append((text, place, file))
+
+    def read(self, key: str) -> Any:
+        """``record[key]``, which the script asks for."""
+        self.asked.add(key)
+        return self[key]
+
     def copy(self) -> ScriptDict:
         """A shallow copy, places included."""
         return ScriptDict(self)
+
+
+class Attributes(ScriptDict):
+    """``vars(thing)``: the attributes of an object, which are set by what is put here."""
+
+    def __init__(self, thing: Thing) -> None:
+        super().__init__({k: v for k, v in thing.facts.items() if not k.startswith("__")})
+        self.thing = thing
+
+    def put(self, key: str, value: Any, place: Place, file: str) -> None:
+        super().put(key, value, place, file)
+        self.thing.facts[key] = value
+
+    def mark_untold(self, text: str, place: Place, file: str) -> None:
+        super().mark_untold(text, place, file)
+        self.thing.is_untold = True
 
 
 def copy_record(value: Any) -> Any:
@@ -101,6 +130,8 @@ class Kind:
     node: ast.ClassDef
     module: Module
     made: list[Thing] = field(default_factory=list)
+    attributes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What its body sets by name."""
 
     @property
     def methods(self) -> dict[str, ast.FunctionDef]:
@@ -131,6 +162,13 @@ def function_of_lambda(node: ast.Lambda, module: Module) -> Function:
     body = ast.copy_location(ast.Return(node.body), node)
     made = ast.FunctionDef("<lambda>", node.args, [body], [], None, None)
     return Function(ast.copy_location(made, node), module)
+
+
+def callable_is_known(value: Any) -> bool:
+    """Whether a value is something that a call can be followed into, or that has a full name."""
+    return isinstance(value, Function | Kind | ImportedName) or (
+        isinstance(value, Thing) and value.kind == "partial"
+    )
 
 
 PLAIN = (bool, int, float, str, type(None))
@@ -228,8 +266,15 @@ def times(divided: Any, more: Any) -> Any:
     return more if divided == 1 else divided
 
 
+_OBJECTS = (Thing, Function, Kind, Module, dict, list, tuple)
+_IDENTITIES = (ast.Is, ast.IsNot)
+
+
 def compare(node: ast.Compare, values: list[Any], otherwise: Unknown) -> Any:
     """A chain of comparisons."""
+    asks_for_none = len(values) == 2 and values[1] is None
+    if asks_for_none and isinstance(values[0], _OBJECTS) and isinstance(node.ops[0], _IDENTITIES):
+        return isinstance(node.ops[0], ast.IsNot)
     if not all(is_plain(value) for value in values):
         return otherwise
     result: Any = True

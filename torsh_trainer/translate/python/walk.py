@@ -28,8 +28,9 @@ from torsh_trainer.translate.python.events import (
     place_of,
 )
 from torsh_trainer.translate.python.expressions import truth_of
-from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound
+from torsh_trainer.translate.python.frames import Frame, WalkedStep, list_bound, list_carried
 from torsh_trainer.translate.python.matching import chain_of_match
+from torsh_trainer.translate.python.objects import read_class, set_attribute
 from torsh_trainer.translate.python.values import (
     Function,
     ImportedName,
@@ -78,6 +79,7 @@ class Walk(ScriptCalls):
         self.steps = 0
         self.skipped: list[Skipped] = []
         self.kinds: list[Kind] = []
+        self.nested: list[Function] = []
 
     def read(self, tree: ast.Module, *, name: str, script: Path | None = None) -> ScriptReading:
         """What a script does; ``script`` is where it lies, which it may ask for.
@@ -93,10 +95,13 @@ class Walk(ScriptCalls):
         is_whole = self.steps <= _MOST_STEPS
         return ScriptReading(
             tuple(self.events),
-            frozenset(self.used),
+            frozenset(self.used | self.environment.used),
             is_whole,
             tuple(self.skipped),
             tuple(self.frames),
+            tuple(self.environment.assumed),
+            frozenset(self.again),
+            frozenset(self.uncalled),
         )
 
     def decorate(self, dotted: str, node: ast.expr) -> None:
@@ -105,9 +110,12 @@ class Walk(ScriptCalls):
     def walk_script(self, tree: ast.Module) -> None:
         self.module.scope |= {"__name__": "__main__", **self.name_file("")}
         self.block(tree.body, self.module.scope)
+        named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {"main"}
         for node in tree.body:  # what another file calls, or horovod.run starts
             if isinstance(node, ast.FunctionDef) and ("", node.name) not in self.visited:
+                self.by_itself = node.name not in named and not node.decorator_list
                 self.call_function(Function(node, self.module), [], {}, node)
+        self.by_itself = True
         for kind in self.kinds:
             if not kind.made:
                 self.make(kind, [], {}, kind.node)
@@ -116,6 +124,11 @@ class Walk(ScriptCalls):
                     self.call_function(
                         Function(method, kind.module, kind), [kind.made[-1]], {}, method
                     )
+
+        self.by_itself = False
+        for function in self.nested:  # what is handed to a function that is not read, to be called
+            if (function.module.file, function.name) not in self.visited:
+                self.call_function(function, [], {}, function.node)
 
     def block(
         self, body: Sequence[ast.stmt], scope: Scope, returned: Returned | None = None
@@ -145,12 +158,15 @@ class Walk(ScriptCalls):
                 self.imports(node, scope)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 around = (scope, self.frame) if isinstance(scope, FunctionScope) else (None, None)
-                scope[node.name] = Function(node, self.module, None, *around)
+                made = scope[node.name] = Function(node, self.module, None, *around)
+                if around[0] is not None or not self.module.file:
+                    self.nested.append(made)
                 self.walk_decorators(node, scope)
             case ast.ClassDef():
                 kind = Kind(node, self.module)
                 scope[node.name] = kind
                 self.kinds.append(kind)
+                read_class(self, kind, scope)
             case ast.Assign():
                 value = self.value(node.value, scope)
                 for target in node.targets:
@@ -188,7 +204,11 @@ class Walk(ScriptCalls):
                 value = None if node.value is None else self.value(node.value, scope)
                 returned.values.append(value)
                 return True
-            case ast.Raise() | ast.Break() | ast.Continue():
+            case ast.Break():
+                if self.around.loops and (self.around.under or self.around.every != 1):
+                    self.event("loop.break", node, {})
+                return True
+            case ast.Raise() | ast.Continue():
                 return True
             case _:
                 pass
@@ -285,6 +305,8 @@ class Walk(ScriptCalls):
                     owner.facts[target.attr] = self.sure(value, target) if settled else value
                     origins = owner.origins.setdefault(target.attr, [])
                     origins.append((self.frame, self.frame.now))
+                elif isinstance(owner, Kind | ScriptDict):
+                    set_attribute(self, owner, target.attr, value, target)
             case ast.Subscript():
                 key = self.value(target.slice, scope)
                 owner = self.value(target.value, scope)
@@ -294,6 +316,8 @@ class Walk(ScriptCalls):
                     self.event("param_group.option", target, {"name": key, "value": value})
                 if isinstance(owner, ScriptDict):
                     self.put(owner, key, value, target)
+                elif owner == ImportedName("os.environ") and isinstance(key, str):
+                    self.environment.here[key] = self.sure(value, target)
             case _:
                 pass
 
@@ -303,7 +327,7 @@ class Walk(ScriptCalls):
         if isinstance(key, str):
             owner.put(key, self.sure(value, target), place, file)
         else:
-            owner.untold.append((write_expression(target), place, file))
+            owner.mark_untold(write_expression(target), place, file)
 
     def delete(self, target: ast.expr, scope: Scope) -> None:
         """``del target``, of a dictionary or of an object."""
@@ -411,12 +435,16 @@ class Walk(ScriptCalls):
         self.around = replace(kept, loops=(*kept.loops, id(node)))
         if isinstance(node, ast.While):
             self.value(node.test, scope)
+            self.event("loop.while", node, {"written": write_expression(node.test)})
+            self.forget_carried(node, scope)
             with self.inside(node):
                 self.block(node.body, scope, returned)
         else:
             over = self.value(node.iter, scope)
             self.walk_loop(over, node)
             known = _rounds_of(over, node)
+            if known is None:
+                self.forget_carried(node, scope)
             for item in [self.unknown(node.target)] if known is None else known:
                 self.assign(node.target, item, scope)
                 with self.inside(node):
@@ -424,16 +452,32 @@ class Walk(ScriptCalls):
         self.around = kept
         self.block(node.orelse, scope, returned)
 
+    def forget_carried(self, node: ast.stmt, scope: Scope) -> None:
+        """What each round of a loop makes of what the last one left (``step += 1``) is not known: a
+        loop is walked once."""
+        for target in list_carried(node):
+            old = self.value(target, scope)
+            if is_plain(old):
+                self.assign(target, self.unknown(target), scope)
+
     def walk_loop(self, over: Any, node: ast.For | ast.AsyncFor) -> None:
+        written = write_expression(node.iter)
         if isinstance(over, Thing) and over.kind == "loader":
-            self.event("loop.loader", node, {"loader": over})
-        if isinstance(over, Thing) and over.kind == "range":
+            self.event("loop.loader", node, {"loader": over, "written": written})
+        elif isinstance(over, list | tuple):
+            self.event("loop.items", node, {"count": len(over), "written": written})
+        elif not isinstance(over, Thing) or over.kind != "range":
+            self.event("loop.other", node, {"written": written})
+        else:
             bounds = over.facts["of"]
             if len(bounds) == 3:
                 self.event("loop.slices", node, {"step": bounds[2]})
+                self.event("loop.other", node, {"written": written})
             elif bounds and all(isinstance(bound, int) for bound in bounds):
                 count = bounds[-1] - (bounds[0] if len(bounds) == 2 else 0)
-                self.event("loop.range", node, {"count": count})
+                self.event("loop.range", node, {"count": count, "written": written})
+            elif bounds:
+                self.event("loop.untold", node, {"written": written})
 
 
 def _rounds_of(over: Any, node: ast.For | ast.AsyncFor) -> list[Any] | None:

@@ -51,7 +51,10 @@ class _Judge:
         if kind in ("test_command", "parenthesized_expression") and len(inner) == 1:
             return self.truth(inner[0])
         if kind == "compound_statement" and text_of_node(node).startswith("(("):
-            value = self.expander.number(text_of_node(node)[2:-2], self.state)
+            raw = text_of_node(node)[2:-2]
+            if "$#" in raw and self.state.positional is None:
+                raw = raw.replace("$#", self.count_arguments())
+            value = self.expander.number(raw, self.state)
             return None if value is None else bool(value)
         if kind == "negated_command" and inner:
             found = self.truth(inner[0])
@@ -101,11 +104,23 @@ class _Judge:
         if known is not None:
             return known
         holes = [part for part in text if isinstance(part, Hole)]
+        if len(text) == 1 and holes[0].name == "#":
+            return self.count_arguments()
+        if len(text) == 1 and holes[0].name == "@":
+            self.unset["@"] = None
+            return ""
         unset = len(text) == 1 and re.fullmatch(r"\w+", holes[0].name)
         if not unset or holes[0].choices or self.state.lookup(holes[0].name) is not None:
             return None
         self.unset[holes[0].name] = None
         return ""
+
+    def count_arguments(self) -> str:
+        """``$#`` of a file whose arguments nobody has given, or some by their numbers."""
+        stated = [int(name) for name in self.state.known if name.isdigit()]
+        if not stated:
+            self.unset["@"] = None
+        return str(max(0, max(stated, default=0) - self.state.shifted))
 
     def binary(self, node: Any) -> bool | None:
         if len(node.children) != 3:
@@ -117,7 +132,7 @@ class _Judge:
         operator = text_of_node(sign)
         sides = [self.expander.text(side, self.state) for side in (left, right)]
         texts = [text_if_known(side) for side in sides]
-        if operator in ("=", "==", "!=") and texts[1]:
+        if (operator in ("=", "==", "!=") and texts[1]) or sides[0] == (Hole("#", "$#"),):
             texts[0] = self.text_or_unset(sides[0])
         if texts[0] is None or texts[1] is None:
             open_ = [part for side in sides for part in side if isinstance(part, Hole)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -68,6 +68,25 @@ class Expander:
             return [word_of(text, place) for text in whole]
         fields = split_words(self.pieces(node, state))
         return [word_of(text, place) for field_ in fields for text in _spread_braces(field_, node)]
+
+    def words_of_nodes(self, nodes: Sequence[Any], state: ShellState) -> list[Word]:
+        """The words of neighbours; those that nothing but a line's end parts are one word."""
+        found: list[Word] = []
+        before: Any = None
+        for node in nodes:
+            made = self.words(node, state)
+            if found and made and before is not None and self.goes_on(before, node):
+                parts = merge_parts((*found.pop().parts, *made.pop(0).parts))
+                made = [word_of(parts, self.place(before)), *made]
+            found += made
+            before = node
+        return found
+
+    def goes_on(self, before: Any, node: Any) -> bool:
+        """Whether ``\\`` ends the line right behind ``before``, and ``node`` begins the next."""
+        row, column = before.end_point
+        begins = node.start_point == (row + 1, 0)
+        return begins and self.lines[row][column:] == b"\\"
 
     def text(self, node: Any, state: ShellState) -> Text:
         """The text of ``node`` as one word: a value that is assigned, a test's operand."""
@@ -147,8 +166,7 @@ class Expander:
             return (self.script,)
         if name in ("@", "*"):
             if state.positional is None:
-                given = state.known.get("@")
-                return (Hole("@", f"${name}"),) if given is None else (given,)
+                return (Hole("@", f"${name}"),)
             return merge_parts(part for item in state.positional for part in (*item, " "))
         if name == "#" and state.positional is not None:
             return (str(len(state.positional)),)
@@ -168,7 +186,7 @@ class Expander:
             return [(self.expansion(match, state), False)]
         name, index = state.name_argument(match["name"]), match["index"]
         value = self.value_at(name, index, state) if index is not None else self.value(name, state)
-        missing = value is None or (bool(default["colon"]) and value == ())
+        missing = value is None or (bool(default["colon"]) and value == ()) or state.lacks(name)
         sign = default["sign"]
         if sign == "+" and missing:
             return [((), False)]
@@ -244,6 +262,8 @@ class Expander:
         items = state.arrays.get(name)
         if name in state.known:
             return (state.known[name],)
+        if name == "BASH_SOURCE" and index in ("0", "-1"):
+            return (self.script,)
         if items is None:
             return state.lookup(name) if index in ("@", "*", "0") else None
         if index in ("@", "*"):
@@ -355,7 +375,7 @@ class Expander:
         while node.type in ("redirected_statement", "list") and node.children:
             node = node.children[0]
         children = [child for child in node.children if child.type != "file_redirect"]
-        return [word for child in children for word in self.words(child, state)]
+        return self.words_of_nodes(children, state)
 
     def count_items(self, name: str, state: ShellState, text: str) -> Text:
         """How many items, between commas, a variable has."""

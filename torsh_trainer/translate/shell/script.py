@@ -7,6 +7,7 @@ read on both sides, and what then differs is a hole as well.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
@@ -42,6 +43,9 @@ _COUNTED = re.compile(
 )
 _REMARKS = re.compile(r"`#[^`\n]*`")
 """A remark within a line that goes on: a substitution of nothing."""
+
+_TO_FILL = re.compile(r"((?:^|\s)--?[\w-]+[ =])<([A-Za-z_][\w-]*)>(?=\s|$)", re.MULTILINE)
+"""``--output_dir <output_dir>``, which a user is meant to fill in."""
 
 _ENDS = {"exit": "exit", "return": "return", "break": "break", "continue": "continue"}
 _SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
@@ -96,8 +100,10 @@ def read_script(
         ResourceError: what reads the syntax is not installed.
     """
     reader = _Reader(text, name, open_text=open_text)
+    given = known.get("@")
     state = ShellState(
         known=known,
+        positional=None if given is None else [(word,) if word else () for word in _split(given)],
         values={key: (value,) if value else () for key, value in environment.items()},
         exported=dict.fromkeys(environment, Place(1, 1)),
     )
@@ -124,6 +130,7 @@ class _Reader:
         open_text: OpenText | None = None,
     ) -> None:
         text = _REMARKS.sub(lambda m: " " * len(m[0]), text.replace("\r\n", "\n"))
+        text = _TO_FILL.sub(lambda m: f"{m[1]}${{{m[2].replace('-', '_')}}}", text)
         self.name = name
         self.root = parse(text)
         lines = text.encode("utf-8", "replace").split(b"\n")
@@ -169,6 +176,7 @@ class _Reader:
     def command(self, node: Any, state: ShellState) -> None:
         prefix: dict[str, Word] = {}
         words: list[Word] = []
+        others: list[Any] = []
         within = (
             state.fork() if any(c.type == "variable_assignment" for c in node.children) else state
         )
@@ -177,9 +185,12 @@ class _Reader:
                 for variable, text in self.assignment(child, within).items():
                     prefix[variable] = word_of(text, self.expander.place(child))
             elif child.type in ("file_redirect", "herestring_redirect"):
+                words += self.expander.words_of_nodes(others, state)
                 words += self.after_redirect(child, state)
+                others = []
             elif child.type != "comment":
-                words += self.expander.words(child, state)
+                others.append(child)
+        words += self.expander.words_of_nodes(others, state)
         self.start(words, prefix, state)
 
     def start(self, words: list[Word], prefix: dict[str, Word], state: ShellState) -> None:
@@ -304,15 +315,17 @@ class _Reader:
             self.commands[at] = replace(found, words=moved)
 
     def call(self, function: ShellFunction, words: list[Word], state: ShellState) -> None:
-        outer = state.positional
-        state.positional = [word.parts for word in words[1:]]
+        outer, shifted = state.positional, state.shifted
+        if [word.is_all_arguments for word in words[1:]] != [True]:  # else they are the file's own
+            given = [word for word in words[1:] if not word.is_all_arguments]
+            state.positional = [word.parts for word in given]
         reader, first = function.reader, len(self.commands)
         reader.depth, kept = self.depth, reader.depth
         reader.statement(function.body, state)
         reader.depth = kept
         if reader is not self:
             self.move(first, words[0].place)
-        state.positional = outer
+        state.positional, state.shifted = outer, shifted
         if state.ended == "return":
             state.ended = ""
 
@@ -731,6 +744,14 @@ _STATEMENTS: Mapping[str, Callable[[_Reader, Any, ShellState], None]] = {
     "unset_command": _Reader.unset_variables,
     "test_command": lambda reader, node, state: None,
 }
+
+
+def _split(text: str) -> list[str]:
+    """The words of a text, as a shell has them; between blanks where it has none."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return text.split()
 
 
 def _value_of(word: Word) -> Word:

@@ -59,6 +59,10 @@ class ShellState:
             return self.arrays[name].get("0", ())
         return self.values.get(name)
 
+    def lacks(self, name: str) -> bool:
+        """``name`` is an argument (``2``) that was not given, where all that were are known."""
+        return name.isdigit() and self.positional is not None and int(name) > len(self.positional)
+
     def name_argument(self, name: str) -> str:
         """The name that a user knows an argument of the file by: the third after two shifts."""
         if self.shifted and name.isdigit() and name != "0" and self.positional is None:

@@ -40,6 +40,13 @@ class Word:
     holes: tuple[Hole, ...] = ()
 
     @property
+    def is_all_arguments(self) -> bool:
+        """It is ``$@``, the arguments of the file, which nobody has given."""
+        return (
+            len(self.holes) == 1 and self.holes[0].name == "@" and self.holes[0].text == self.text
+        )
+
+    @property
     def parts(self) -> Text:
         """The text of the word with its holes."""
         parts: list[str | Hole] = []

@@ -5,9 +5,13 @@ They have the settings of ``deepspeed_idioms.py``, which runs them.
 
 from __future__ import annotations
 
+import argparse
+import tempfile
+
 import deepspeed
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER
 from deepspeed_parts import config, finish, start
 from deepspeed_scaled_idioms import allow_fp16
 from torch import nn
@@ -100,9 +104,85 @@ def adversaries():
     return finish(engines[0], rows, other=sorted(other.items()))
 
 
+class Pretraining:
+    """The network within an object of the script's own, which the engine replaces."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.network = Words()
+
+
+def pretrain(stage, accumulate=2):
+    """Parameters in two groups, a rate that the script sets at each boundary, clipping and scaling
+    from the configuration; saved in the middle with counters of its own, and gone on with from
+    there by a second engine."""
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    model, args = Pretraining(), parser.parse_args([])
+    settings = config(
+        optimizer={"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        gradient_accumulation_steps=accumulate,
+        gradient_clipping=0.5,
+        zero_optimization={"stage": stage},
+        wall_clock_breakdown=False,
+        prescale_gradients=False,
+        steps_per_print=100,
+    )
+
+    def build():
+        named = list(model.network.named_parameters())
+        plain = [p for name, p in named if "bias" in name or "mix.0" in name]
+        kept = [p for name, p in named if not ("bias" in name or "mix.0" in name)]
+        groups = [{"params": kept, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+        model.network, model.optimizer, _, _ = deepspeed.initialize(
+            args=args, model=model.network, model_parameters=groups, config=settings
+        )
+
+    def run(rows, first, steps):
+        samples, done = first, first // accumulate
+        for at in range(first, first + steps):
+            generator = torch.Generator().manual_seed(10 * at + dist.get_rank())
+            words = torch.randint(2, WORDS, (4, LENGTH), generator=generator)
+            hidden = torch.arange(LENGTH).expand_as(words) % 3 == at % 3
+            targets = torch.where(hidden, words, torch.zeros_like(words))
+            tokens = torch.where(hidden, torch.full_like(words, MASK), words)
+            loss = model.network.forward(tokens, targets)
+            model.network.backward(loss)
+            row = {"loss": loss.item(), "ends": model.network.is_gradient_accumulation_boundary()}
+            if row["ends"]:
+                rate = 0.01 * min(1.0, (done + 1) / 4)
+                for group in model.optimizer.param_groups:
+                    group["lr"] = rate
+                report = torch.tensor([loss.item()])
+                dist.all_reduce(report)
+                row["mean"] = float(report / dist.get_world_size())
+                model.network.step()
+                done += 1
+            else:
+                model.network.step()
+            samples += 1
+            rows.append(row)
+        return samples, done
+
+    build()
+    rows, folder = [], [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    model.network.train()
+    samples, done = run(rows, 0, 6)
+    state = {"epoch": 1, "last_global_step": done, "last_global_data_samples": samples}
+    model.network.save_checkpoint(folder[0], "epoch1", state)
+    model = Pretraining()
+    build()
+    _, found = model.network.load_checkpoint(folder[0], "epoch1")
+    kept = [found[key] for key in sorted(state)]
+    run(rows, found["last_global_data_samples"], 6)
+    names = [ADAM_OPTIMIZER, LAMB_OPTIMIZER, model.network.optimizer_name()]
+    return finish(model.network, rows, kept=kept, names=names)
+
+
 IDIOMS = {
     "words_1": lambda: masked_words(1),
     "words_2": lambda: masked_words(2),
     "words_3": lambda: masked_words(3, fp16=False),
     "adversaries": adversaries,
+    **{f"pretrain_{stage}": lambda stage=stage: pretrain(stage) for stage in range(4)},
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 import deepspeed
 import deepspeed_example_idioms
 import deepspeed_offload_idioms
+import deepspeed_saving_idioms
 import deepspeed_scaled_idioms
 import torch
 from deepspeed import comm as dist
@@ -99,7 +100,7 @@ def client(stage=0):
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=settings
     )
-    return finish(engine, train(engine))
+    return finish(engine, train(engine), named=[engine.optimizer_name(), engine.get_mom()])
 
 
 def grouped():
@@ -243,6 +244,7 @@ def main():
         **IDIOMS,
         **deepspeed_example_idioms.IDIOMS,
         **{f"scaled_{name}": one for name, one in deepspeed_scaled_idioms.IDIOMS.items()},
+        **{f"saving_{name}": one for name, one in deepspeed_saving_idioms.IDIOMS.items()},
         **{f"offload_{name}": one for name, one in deepspeed_offload_idioms.IDIOMS.items()},
     }
     out, *names = sys.argv[1:]

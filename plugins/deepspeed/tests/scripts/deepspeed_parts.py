@@ -67,6 +67,8 @@ def whole(engine):
         value = p
         if engine.zero_optimization_stage() > 0:
             value = safe_get_full_fp32_param(p)
+        if value is None:  # it is frozen
+            continue
         found[name] = value.detach().float().flatten().tolist()
     return found
 

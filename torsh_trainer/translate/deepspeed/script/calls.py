@@ -8,8 +8,16 @@ from typing import Any
 
 from torsh_trainer.translate.python.calls import by_name
 from torsh_trainer.translate.python.events import place_of
+from torsh_trainer.translate.python.objects import NOT_SET
 from torsh_trainer.translate.python.torch_calls import TorchWalk
-from torsh_trainer.translate.python.values import Thing, division_of
+from torsh_trainer.translate.python.values import (
+    Kind,
+    ScriptDict,
+    Thing,
+    Unknown,
+    callable_is_known,
+    division_of,
+)
 from torsh_trainer.translate.python.walk import FindFile, FindModule
 
 DEEPSPEED = "deepspeed"
@@ -45,6 +53,8 @@ class DeepSpeedWalk(TorchWalk):
     ) -> None:
         super().__init__(arguments, known, find_module, find_file)
         self.size = size
+        if size is not None:  # DeepSpeed's launcher and torchrun set it
+            self.environment.given = {"WORLD_SIZE": str(size), **self.environment.given}
 
     def call_name(self, dotted: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
         last = dotted.rpartition(".")[2]
@@ -60,12 +70,30 @@ class DeepSpeedWalk(TorchWalk):
             return super().call_name(dotted, args, named, node)
         return self.deepspeed(dotted.removeprefix(DEEPSPEED + "."), args, named, node)
 
+    def read_configuration_of(self, arguments: Any, node: ast.Call) -> Any:
+        """What ``args.deepspeed_config`` is, whatever ``args`` is."""
+        if not isinstance(arguments, Thing | Kind | ScriptDict):
+            return arguments if isinstance(arguments, Unknown) else None
+        found = self.look_up(arguments, "deepspeed_config", node)
+        return None if found is NOT_SET else found
+
+    def make_given(self, given: Any, node: ast.Call) -> Any:
+        """An optimizer or a scheduler, also where a function is given that makes it."""
+        is_lambda = isinstance(given, Unknown) and isinstance(given.of, ast.Lambda)
+        if not is_lambda and not callable_is_known(given):
+            return given
+        made = self.call_value(given, [Unknown("parameters", place_of(node))], {}, node)
+        return made if isinstance(made, Thing) and "class" in made.facts else given
+
     def deepspeed(self, name: str, args: list[Any], named: dict[str, Any], node: ast.Call) -> Any:
         """A call of DeepSpeed's own."""
         if name == "initialize":
             facts = by_name(_INITIALIZE, args, named)
             if "config_params" in facts:
                 facts.setdefault("config", facts.pop("config_params"))
+            facts["args_config"] = self.read_configuration_of(facts.get("args"), node)
+            for name in ("optimizer", "lr_scheduler"):
+                facts[name] = self.make_given(facts.get(name), node)
             self.event("initialize", node, {**facts, "written": dict(self.written)})
             optimizer = facts.get("optimizer")
             if not isinstance(optimizer, Thing):

@@ -37,6 +37,9 @@ _KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Class that a script makes -> the name and the options by which DeepSpeed makes the same."""
 
 _FILLED = ': "auto", which somebody fills'
+_FASTER = ("fused", "foreach", "capturable", "differentiable")
+"""Options of torch's optimizers that change no result; nobody is asked for them."""
+
 _RENAMED = {"adamw_mode": "adam_w_mode"}
 
 
@@ -58,15 +61,19 @@ def find_path(event: Event) -> str | ScriptDict | Unknown | None:
     """What is handed over as configuration: a path, a dictionary, or None where nothing is."""
     config = event.facts.get("config")
     if config is None:
-        arguments = event.facts.get("args")
-        if isinstance(arguments, Thing) and arguments.kind == "arguments":
-            config = arguments.facts.get(CONFIG)
-        elif isinstance(arguments, Unknown):
-            return arguments
+        config = event.facts.get("args_config")
     if isinstance(config, str | ScriptDict | Unknown) or config is None:
         return config
     named = config.dotted if isinstance(config, ImportedName) else "config"
     return Unknown(named, event.place)
+
+
+def take_own_keys(config: ScriptDict) -> list[tuple[str, Any, Place, str]]:
+    """Takes out what the script keeps there for itself: keys that it reads, and that DeepSpeed does
+    not know; (key, value, place, file) of each."""
+    known = {key[0] for key in schema()}
+    own = [key for key in config if key in config.asked and key not in known]
+    return [(key, config.pop(key), *config.places.get(key, (Place(), ""))) for key in own]
 
 
 def take_own(config: ScriptDict, event: Event) -> list[tuple[str, Place, str]]:
@@ -126,6 +133,8 @@ def optimizer_record(event: Event, *, file: str) -> ScriptDict | None:
     params = ScriptDict()
     own = {**name_positional(kind if kind in ("SGD", "RMSprop") else "Adam", args[1:]), **named}
     for key, value in {**own, **options}.items():
+        if key in _FASTER and not is_plain(value):
+            continue
         plain = list(value) if isinstance(value, tuple) else value
         params.put(_RENAMED.get(key, key), plain, event.place, file)
     block = ScriptDict()

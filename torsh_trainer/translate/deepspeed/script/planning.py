@@ -18,6 +18,7 @@ from torsh_trainer.translate.deepspeed.script.configuration import (
     find_path,
     list_facts,
     take_own,
+    take_own_keys,
 )
 from torsh_trainer.translate.deepspeed.script.engines import CALL, choose_engine
 from torsh_trainer.translate.deepspeed.script.verdicts import judge_arguments, judge_events
@@ -28,6 +29,7 @@ from torsh_trainer.translate.outcomes import refuse
 from torsh_trainer.translate.plan import RECIPE, Fact, Finding, Plan, ScriptPlan
 from torsh_trainer.translate.python.arguments import read_setting
 from torsh_trainer.translate.python.branches import ask_for_branch
+from torsh_trainer.translate.python.environment import note_assumed
 from torsh_trainer.translate.python.events import TOO_LONG, Event, ScriptReading
 from torsh_trainer.translate.python.files import name_path
 from torsh_trainer.translate.python.parsing import (
@@ -37,7 +39,7 @@ from torsh_trainer.translate.python.parsing import (
 )
 from torsh_trainer.translate.python.project import ScriptProject, note_unread, record_of
 from torsh_trainer.translate.python.training import TrainingScript, argument_of, list_backwards
-from torsh_trainer.translate.python.values import ScriptDict, Thing, Unknown
+from torsh_trainer.translate.python.values import ScriptDict, Unknown, is_plain
 from torsh_trainer.translate.reading import Document, read_text, text_of
 
 _RUN = f"python -m torsh_trainer +recipe={RECIPE} task=TASK data=DATA"
@@ -47,6 +49,7 @@ _NO_STEP = (
 )
 _LOADS = re.compile(r"\bloads?\(")
 _ASKED = "asked below: only you know it"
+_HANGS = "its block is switched on or off by what is asked below"
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ class _ScriptPlanning:
             self.ask_for_file(event, look)
             return None
         config = config.copy()
+        own_keys = take_own_keys(config)
         passed = take_own(config, event)
         options_size = self.request.options.world_size
         is_filled = self.request.options.context != "raw"
@@ -191,6 +195,7 @@ class _ScriptPlanning:
         below = translate_document(document, options)
         findings = self.move(below.findings, root, file)
         findings += [_dead_block(*block) for block in passed]
+        findings += [_own_key(*said) for said in own_keys]
         handed = event.facts.get("lr_scheduler") is not None
         if handed or reading.all("scheduler"):  # the default speaks of a script without one
             findings = [f for f in findings if f.given or f.key != "scheduler.type"]
@@ -202,13 +207,11 @@ class _ScriptPlanning:
         Raises:
             ConfigError: there are both, on which DeepSpeed stops.
         """
-        arguments = event.facts.get("args")
-        if event.facts.get("config") is None or not isinstance(arguments, Thing):
-            return
-        if isinstance(arguments.facts.get(CONFIG), str):
+        named = event.facts.get("args_config")
+        if event.facts.get("config") is not None and isinstance(named, str):
             raise ConfigError(
                 f"{event.file or self.name}:{event.place.line}: deepspeed.initialize is given a "
-                f"configuration, and --deepspeed_config {arguments.facts[CONFIG]} another: "
+                f"configuration, and --deepspeed_config {named} another: "
                 "DeepSpeed stops there",
                 fix="leave one of them out",
                 line=event.place.line,
@@ -229,6 +232,11 @@ class _ScriptPlanning:
         for finding in findings:
             if not finding.given and any(finding.key.startswith(name) for name in asked):
                 continue
+            block = finding.key.partition(".")[0]
+            if f"{block}.enabled" in asked and finding.key.startswith(f"{block}."):
+                if not finding.given:
+                    continue
+                finding = replace(finding, verdict="refused", becomes="", why=_HANGS)
             source = root.files.get(tuple(finding.key.split(".")), file)
             name = Path(source).name if source and source != self.name else ""
             moved.append(replace(finding, file=name if finding.given else ""))
@@ -351,9 +359,11 @@ class _ScriptPlanning:
         said = ["model, data and loss are yours: write them as a task, or name a ready one"]
         said += [] if reading.is_whole else [TOO_LONG]
         engines = reading.all("initialize") and not reading.all("hf.trainer")
-        if engines and not any(reading.all(f"engine.{name}") for name in _TRAINS):
+        trains = any(reading.all(f"engine.{name}") for name in _TRAINS)
+        if engines and not trains and not reading.all("optimizer.step"):
             said.append(_NO_STEP)
         said += note_lines(self.path)
+        said += note_assumed(reading.assumed)
         read = [path.name for path, tree in self.project.files.items() if tree is not None]
         if read:
             said.append(f"read with it: {', '.join(read)}")
@@ -380,6 +390,14 @@ def _make_finding(key: str, event: Event, verdict: Any, why: str) -> Finding:
         "script.engine",
         file=event.file,
     )
+
+
+def _own_key(name: str, value: Any, place: Place, source: str) -> Finding:
+    why = "the script reads it itself, and DeepSpeed knows no such key"
+    file = Path(source).name if source else ""
+    shown = value if is_plain(value) else str(getattr(value, "text", type(value).__name__))
+    line, column = place.line, place.column
+    return Finding(name, shown, line, column, "yours", "", why, "script.own-key", file=file)
 
 
 def _dead_block(name: str, place: Place, source: str) -> Finding:

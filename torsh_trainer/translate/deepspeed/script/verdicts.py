@@ -17,6 +17,7 @@ from torsh_trainer.translate.outcomes import (
 )
 from torsh_trainer.translate.plan import Finding
 from torsh_trainer.translate.python.events import Event, ScriptReading
+from torsh_trainer.translate.python.lengths import find_length
 from torsh_trainer.translate.python.torch_calls import (
     CHANGES_GRADIENT,
     CHANGES_OPTION,
@@ -47,9 +48,15 @@ ENGINE: Mapping[str, Outcome] = {
     "train_batch": refuse(f"a pipeline's step: {_MESHES}"),
     "eval_batch": refuse(f"a pipeline's step: {_MESHES}"),
     "generate": refuse("generation with an engine while it trains"),
+    "set_gradient_accumulation_boundary": approximate(
+        "the script says which micro-batch ends a step: trainer.accumulate has to say the same"
+    ),
+    "set_lr": refuse("the script sets the rate itself: write it as a schedule"),
 }
 """Method of an engine -> verdict."""
 
+_NOT_WHOLE = "torch refuses a batch that is no whole number: write it with // or int()"
+_SETS = refuse("it changes the engine while it trains: say in the recipe what it comes to")
 _READ = Outcome("yours", "reads the engine: your task or callback takes what it stands for")
 
 CALLS: tuple[tuple[str, Outcome], ...] = (
@@ -123,8 +130,17 @@ def judge_arguments(event: Event) -> Iterator[Finding]:
 def judge_events(reading: ScriptReading, *, stage: int, accumulate: int) -> Iterator[Judged]:
     """A verdict for everything that the script does with an engine, once for each name."""
     told: set[str] = set()
+    steps = reading.all("engine.step")
+    length = find_length(reading, steps[0], passes=accumulate) if steps else None
+    if length is not None:
+        made = _finding(length.key, length.value, length.event, length.outcome)
+        yield Judged(made, length.outcome)
+    trains = any((step.file, step.place) not in reading.uncalled for step in steps)
     for event in reading.events:
+        idle = trains and (event.file, event.place) in reading.uncalled
         for key, value, outcome in _outcomes_of(event, reading, stage, accumulate):
+            if idle and outcome.verdict == "refused":
+                outcome = dead("nothing that was read calls the function that does it")
             if key not in told:
                 told.add(key)
                 yield Judged(_finding(key, value, event, outcome), outcome)
@@ -142,7 +158,8 @@ def _outcomes_of(
             why = "beside DeepSpeed's own division: your task's loss keeps it"
             yield "loss / ...", text, Outcome("yours", why)
     elif what.startswith("engine."):
-        yield what, None, ENGINE.get(what.partition(".")[2], _READ)
+        name = what.partition(".")[2]
+        yield what, None, ENGINE.get(name, _SETS if name.startswith("set_") else _READ)
     elif what.startswith("deepspeed."):
         yield what, None, _outcome_of_call(what.partition(".")[2])
     elif what in ("clip_grad_norm", "clip_grad_value"):
@@ -172,11 +189,6 @@ def _outcomes_of(
         yield f"param_group.{event.facts['name']}", None, refuse(CHANGES_OPTION)
     elif what == "param_group.lr":
         yield what, None, refuse("the script sets the rate itself: write it as a schedule")
-    elif what == "loop.range":
-        steps = reading.all("engine.step")
-        count = event.facts["count"]
-        if count > 0 and steps and event.loops[-1] in steps[0].loops[:-1]:
-            yield "epochs", count, exact("rounds of the outer loop", trainer__max_epochs=count)
     elif what == "loop.loader" and _trains(event, reading):
         yield from _outcomes_of_loader(event)
 
@@ -209,6 +221,9 @@ def _outcomes_of_loader(event: Event) -> Iterator[tuple[str, Any, Outcome]]:
     loader = event.facts["loader"]
     size = loader.facts.get("batch_size")
     if is_number(size):
+        if size != int(size) or isinstance(size, float):
+            yield "DataLoader.batch_size", size, refuse(_NOT_WHOLE)
+            return
         why = "samples of one forward of one process"
         yield "DataLoader.batch_size", size, exact(why, data__micro_batch_size=size)
 
@@ -229,6 +244,11 @@ def _outcomes_of_schedule(
             yield "num_warmup_steps", warmup, exact(why, schedule__warmup_steps=warmup)
         else:
             yield "num_warmup_steps", _text(warmup), refuse("state schedule.warmup_steps")
+        if "num_training_steps" in own:
+            yield _outcome_of_end(own["num_training_steps"])
+        if PLAIN_SCHEDULES[kind] != "constant" or warmup != 0:
+            for key, value, outcome in _outcomes_of_interval(event, reading, accumulate):
+                yield key, value, _PLAIN_INTERVALS.get(value, outcome)
         return
     if kind not in _TORCH_SCHEDULES:
         why = "its rate is a function of the script; write it as a schedule"
@@ -245,6 +265,21 @@ def _outcomes_of_schedule(
         else:
             yield key, _text(value), refuse(f"state schedule.options.{name}")
     yield from _outcomes_of_interval(event, reading, accumulate)
+
+
+_PLAIN_INTERVALS = {
+    "step": exact("with each update, as schedules here do"),
+    "epoch": refuse("the script steps once an epoch a curve that is made for updates"),
+}
+
+
+def _outcome_of_end(steps: Any) -> tuple[str, Any, Outcome]:
+    """What becomes of the update at which the script's curve ends."""
+    if is_number(steps):
+        why = f"here the curve ends with the run: trainer.max_steps={steps} makes both the same"
+        return "num_training_steps", steps, approximate(why)
+    why = "here the curve ends with the run: the script computes where its own does"
+    return "num_training_steps", _text(steps), Outcome("yours", why)
 
 
 def _outcomes_of_interval(
