@@ -38,7 +38,6 @@ EXACT = (
     "words_3",
     "adversaries",
     "pretrain_0",
-    "pretrain_1",
     "pretrain_2",
     "pretrain_3",
 )
@@ -47,7 +46,7 @@ HALF = ("bf16_0", "bf16_2", "bf16_3", "bf16_loss_0", "bf16_loss_3")
 MORE = ("scaled_dynamic_2", "offload_kernel_2")
 """In fp16, and with states on the host; the rest of them are in files of their own."""
 WRONG = "wrong_rate"
-OF_STAGE_1 = ("stage_1", "adamw_1", "client_1", "resumed_1", "plain_1")
+OF_STAGE_1 = ("stage_1", "adamw_1", "client_1", "resumed_1", "plain_1", "pretrain_1")
 """What stage 2 has too, run by itself."""
 HALF_OF_STAGE_1 = ("bf16_1", "bf16_loss_1")
 
