@@ -604,3 +604,14 @@ def test_auto_is_dropped_where_deepspeed_drops_it_and_asked_for_elsewhere(folder
     )
     assert finding(plan, "bf16.enabled").value is False
     assert "DeepSpeed drops" in finding(plan, "bf16.enabled").why
+
+
+def test_the_size_of_a_job_is_its_launchers_whatever_a_file_exports(folder):
+    made = "import os\nimport deepspeed\n" + MADE.format(
+        "config={'train_batch_size': 4 * int(os.environ['WORLD_SIZE']), "
+        "'train_micro_batch_size_per_gpu': 4}"
+    )
+    (folder / "train.py").write_text(f"{made}{LOOP}")
+    for line in ("deepspeed --num_gpus 2", "torchrun --nproc_per_node 2"):
+        (folder / "run.sh").write_text(f"export WORLD_SIZE=8\n{line} train.py\n")
+        assert plan_of(folder / "run.sh").values["data.batch_size"] == 8

@@ -19,6 +19,8 @@ from torsh_trainer.translate.shell.words import Command, Word
 
 PYTHON = "python"
 HOROVODRUN = "horovodrun"
+GIVE_PLACES = ("deepspeed", "accelerate", "torchrun")
+"""Launchers that give each process RANK and WORLD_SIZE, whatever the file has exported."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torsh_trainer.translate.launch.configuration import (
 from torsh_trainer.translate.launch.findings import ASKED, JobFindings
 from torsh_trainer.translate.launch.flags import FlagTable, StatedFlag, find_row
 from torsh_trainer.translate.launch.job import AUTO, Asked, LaunchLine
-from torsh_trainer.translate.launch.lines import PYTHON, launcher_named
+from torsh_trainer.translate.launch.lines import GIVE_PLACES, PYTHON, launcher_named
 from torsh_trainer.translate.launch.preparing import PreparedJob, prepare_job
 from torsh_trainer.translate.launch.script_arguments import (
     FAMILIES,
@@ -33,7 +33,11 @@ from torsh_trainer.translate.launch.scripts import (
     LineOfScript,
     ScriptKind,
 )
-from torsh_trainer.translate.launch.variables import is_deciding, judge_variable
+from torsh_trainer.translate.launch.variables import (
+    is_deciding,
+    is_set_by_launcher,
+    judge_variable,
+)
 from torsh_trainer.translate.outcomes import Outcome, exact
 from torsh_trainer.translate.plan import Fact, Plan
 from torsh_trainer.translate.python.arguments import read_words
@@ -290,7 +294,10 @@ class _Planning:
         job = self.job
         words = read_words([word.text for word in job.line.arguments])
         command = job.line.command
-        words.environment = read_environment({**command.exported, **command.variables})
+        exported = {**command.exported, **command.variables}
+        if job.line.launcher.launcher in GIVE_PLACES:
+            exported = {n: word for n, word in exported.items() if not is_set_by_launcher(n)}
+        words.environment = read_environment(exported)
         size = self.asked.world_size or job.world.processes
         line = LineOfScript(words, job.settings, size, self.asked, self.document)
         read = kind.plan(script, line)
