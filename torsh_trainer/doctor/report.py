@@ -1,0 +1,67 @@
+"""What the doctor prints."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from torsh_trainer.doctor.base import Check
+from torsh_trainer.doctor.examination import CheckReport, Examination
+
+WIDTH = 100
+
+
+def write_examination(found: Examination, *, show_all: bool) -> str:
+    """The findings of one host, each with why and fix; with ``show_all`` what was fine, too."""
+    lines = [f"{found.host}: {len(found.reports)} checks in {found.took_s:.1f} s"]
+    for one in found.findings:
+        lines += ["", *write_finding(one)]
+    rest = [one for one in found.reports if not one.result.is_finding]
+    if show_all:
+        lines += ["", *_write_rest(rest)]
+    fine = sum(one.result.outcome == "fine" for one in rest)
+    skipped = f"{len(rest) - fine} have nothing to look at here"
+    more = "" if show_all else " (--all shows them)"
+    lines += ["", f"{len(found.findings)} findings; {fine} checks are fine, {skipped}{more}"]
+    return "\n".join(lines)
+
+
+def write_finding(one: CheckReport) -> list[str]:
+    """One finding: its name, and what it saw, why it matters, what mends it."""
+    return [
+        f"  {one.name}",
+        *_field("saw", one.result.saw),
+        *_field("why", one.why),
+        *_field("fix", one.result.fix),
+    ]
+
+
+def write_list(checks: Iterable[tuple[str, Check]]) -> str:
+    """Every check with what it looks at."""
+    rows = [(name, summarize(check)) for name, check in checks]
+    column = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:<{column}}{what}" for name, what in rows)
+
+
+def summarize(check: Check) -> str:
+    """The first line of a check's docstring: what it looks at."""
+    return (type(check).__doc__ or "").strip().splitlines()[0]
+
+
+def _write_rest(rest: Sequence[CheckReport]) -> list[str]:
+    column = max((len(one.name) for one in rest), default=0) + 2
+    return [
+        f"  {one.name:<{column}}{'-  ' if one.result.outcome == 'skipped' else ''}{one.result.saw}"
+        for one in rest
+    ]
+
+
+def _field(name: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"    {name}  ",
+        subsequent_indent="         ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
