@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from torsh_trainer.doctor.output import FOUND, print_json, show
 from torsh_trainer.errors import ConfigError
-from torsh_trainer.utils.foreign import readable
-from torsh_trainer.utils.masking import mask_text
-
-FOUND = 1
-"""The exit code where something was found."""
 
 _DESCRIPTION = """\
 Looks for what stops a job from starting, or slows it, on this host (or on all that --hosts names):
@@ -129,16 +124,6 @@ def _script(argv: Sequence[str]) -> int:
 
 
 _WORDS: dict[str, Callable[[Sequence[str]], int]] = {"explain": _explain, "script": _script}
-
-
-def show(text: str) -> None:
-    """Prints text that holds what others have written: no secrets, nothing that moves a cursor."""
-    print(readable(mask_text(text)))
-
-
-def print_json(told: dict[str, Any]) -> None:
-    """Prints plain values as JSON, without secrets."""
-    print(mask_text(json.dumps(told, indent=2, ensure_ascii=True)))
 
 
 def _check_count(name: str, value: int | None, *, most: int) -> None:

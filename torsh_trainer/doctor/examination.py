@@ -28,6 +28,12 @@ class CheckReport:
         told = {"name": self.name, "outcome": self.result.outcome, "saw": self.result.saw}
         return told | {"why": self.why, "fix": self.result.fix}
 
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> CheckReport:
+        """What ``as_dict`` gave."""
+        result = CheckResult(told["outcome"], told["saw"], told["fix"])
+        return cls(told["name"], result, told["why"])
+
 
 @dataclass(frozen=True)
 class Examination:

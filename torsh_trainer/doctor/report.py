@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torsh_trainer.doctor.base import Check
 from torsh_trainer.doctor.examination import CheckReport, Examination
@@ -23,6 +24,27 @@ def write_examination(found: Examination, *, show_all: bool) -> str:
     skipped = f"{len(rest) - fine} have nothing to look at here"
     more = "" if show_all else " (--all shows them)"
     lines += ["", f"{len(found.findings)} findings; {fine} checks are fine, {skipped}{more}"]
+    return "\n".join(lines)
+
+
+def write_hosts(told: Mapping[str, Any], *, show_all: bool) -> str:
+    """What was found on each host, between them, and in their network."""
+    lines = []
+    for examination in told["hosts"]:
+        rows = [CheckReport.from_dict(row) for row in examination["checks"]]
+        found = Examination(examination["host"], tuple(rows), examination["seconds"])
+        lines += [write_examination(found, show_all=show_all), ""]
+    lines += [f"not reached: {error}\n" for error in told["unreached"].values()]
+    lines.append(f"between the hosts: {len(told['between'])} findings")
+    for row in told["between"]:
+        lines += ["", *write_finding(CheckReport.from_dict(row))]
+    whole = told["network"]["all"]
+    if whole is not None and not whole["stage"]:
+        speed, small = whole["bandwidth"] / 1e6, whole["small_s"] * 1000
+        said = f"{speed:.0f} MB/s on the bus, {small:.1f} ms for 16 bytes"
+        promised = told["network"]["promised"]
+        beside = f"; the slowest link promises {promised / 1e6:.0f} MB/s" if promised else ""
+        lines += ["", f"all-reduce over {len(whole['hosts'])} hosts: {said}{beside}"]
     return "\n".join(lines)
 
 
