@@ -58,6 +58,8 @@ def _examine(options: argparse.Namespace) -> int:
         return 0
     for name in ("nodes", "processes", "port"):
         _check_count(name, getattr(options, name), most=65535 if name == "port" else 10**6)
+    if not 0 < options.seconds < 3600:
+        raise ConfigError(f"--seconds {options.seconds} is not positive", fix="give 1 to 3600")
     if options.hosts is not None:
         from torsh_trainer.doctor.hosts import examine_hosts
 

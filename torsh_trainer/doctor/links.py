@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
@@ -83,7 +83,7 @@ def try_links(
         chosen = [(agents[0], other) for other in agents[1:]]
     each = max(_SHORTEST_S, seconds / 2 / len(chosen))
     pairs = tuple(_try(pair, port=port, seconds=each) for pair in chosen)
-    return NetworkReport(whole, promised, pairs, (_judge(whole, pairs, least),))
+    return NetworkReport(whole, promised, pairs, tuple(_judge(pairs, least)))
 
 
 def _try(agents: Sequence[Agent], *, port: int, seconds: float) -> LinkResult:
@@ -109,22 +109,18 @@ def _try(agents: Sequence[Agent], *, port: int, seconds: float) -> LinkResult:
     )
 
 
-def _judge(whole: LinkResult, pairs: Sequence[LinkResult], least: float) -> CheckReport:
-    """The link, or the host, that is slow or broken."""
+def _judge(pairs: Sequence[LinkResult], least: float) -> Iterator[CheckReport]:
+    """The link, or the host, that is slow or broken; none where every pair alone is quick."""
     working = [pair.bandwidth for pair in pairs if not pair.stage]
     usual = statistics.median_high(working) if working else 0.0
     bad = [
         pair
         for pair in pairs
-        if pair.stage or pair.bandwidth < min(least, usual) or pair.bandwidth < usual / _SLOWER
+        if pair.stage or pair.bandwidth < least or pair.bandwidth < usual / _SLOWER
     ]
-    good = {host for pair in pairs if pair not in bad for host in pair.hosts}
     if not bad:
-        return _report(
-            f"all {len(whole.hosts)} hosts together: {whole}; every pair: "
-            f"{min(working) / 1e6:.0f} MB/s or more",
-            fix="a switch between them is shared or slow: iperf3 between several pairs at once",
-        )
+        return
+    good = {host for pair in pairs if pair not in bad for host in pair.hosts}
     shared = set.intersection(*(set(pair.hosts) for pair in bad)) - good
     worst = max(bad, key=lambda pair: (bool(pair.stage), -pair.bandwidth))
     others = f"; other links {usual / 1e6:.0f} MB/s" if len(bad) < len(pairs) and usual else ""
@@ -132,7 +128,11 @@ def _judge(whole: LinkResult, pairs: Sequence[LinkResult], least: float) -> Chec
         name = f"the link of {next(iter(shared))} (to each of {len(bad)} others)"
     else:
         name = ", ".join("link " + " - ".join(pair.hosts) for pair in bad[:4])
-    return _report(f"{name}: {worst}{others}", fix=_fix(worst))
+    yield CheckReport(
+        "network",
+        CheckResult("finding", f"{name}: {worst}{others}", _fix(worst)),
+        "every step waits until the slowest link has carried the gradients",
+    )
 
 
 def _fix(pair: LinkResult) -> str:
@@ -149,12 +149,4 @@ def _fix(pair: LinkResult) -> str:
         )
     return (
         f"iperf3 -s on {one}, iperf3 -c {one} on {other}; ethtool INTERFACE; change cable or port"
-    )
-
-
-def _report(saw: str, *, fix: str) -> CheckReport:
-    return CheckReport(
-        "network",
-        CheckResult("finding", saw, fix),
-        "every step waits until the slowest link has carried the gradients",
     )

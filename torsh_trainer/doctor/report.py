@@ -45,6 +45,11 @@ def write_hosts(told: Mapping[str, Any], *, show_all: bool) -> str:
         promised = told["network"]["promised"]
         beside = f"; the slowest link promises {promised / 1e6:.0f} MB/s" if promised else ""
         lines += ["", f"all-reduce over {len(whole['hosts'])} hosts: {said}{beside}"]
+    pairs = [pair for pair in told["network"]["pairs"] if not pair["stage"]]
+    if pairs:
+        slowest = min(pairs, key=lambda pair: pair["bandwidth"])
+        speed = slowest["bandwidth"] / 1e6
+        lines.append(f"pair by pair: {speed:.0f} MB/s or more ({' - '.join(slowest['hosts'])})")
     return "\n".join(lines)
 
 

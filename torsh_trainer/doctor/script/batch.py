@@ -142,7 +142,7 @@ def find_missing_log_folder(piece: Piece) -> Iterator[ScriptMistake]:
 def find_torque_resources(piece: Piece) -> Iterator[ScriptMistake]:
     """Torque's way to ask for GPUs, which PBS Pro and OpenPBS do not have."""
     for one in directives_of(piece):
-        if one.scheduler == "PBS" and one.name == "l" and "gpus=" in piece.line(one.line):
+        if one.scheduler == "PBS" and re.search(r"\bnodes=.*:gpus=", piece.line(one.line)):
             parts = dict(re.findall(r"(nodes|ppn|gpus)=(\d+)", piece.line(one.line)))
             cores = parts.get("ppn", "CORES")
             yield piece.mistake(
