@@ -106,7 +106,13 @@ WRONG = {
         "docker run",
         ("--shm-size=8g",),
     ),
-    "not_readable": ("run.sh", "echo 'one\n", "echo", ("nothing closes",)),
+    "quote_is_not_closed": ("run.sh", "echo 'one\n", "echo", ("nothing closes",)),
+    "launcher_refuses_an_option": (
+        "run.sh",
+        "torchrun --nproc_per_node=2 --rdzc_backend=c10d train.py\n",
+        "torchrun",
+        ("no option --rdzc_backend", "--rdzv_backend"),
+    ),
     "windows_lines": ("run.sh", "#!/bin/bash\r\necho one\r\n", "#!/bin/bash", ("bad interpreter",)),
     "directive_is_ignored": (
         "job.sbatch",
@@ -580,6 +586,19 @@ def test_nothing_of_a_script_is_executed(tmp_path):
     path = write(tmp_path, "run.sh", f"touch {tmp_path}/ran; x=$(touch {tmp_path}/ran2)\n")
     read_files([path])
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.sh"]
+
+
+def test_what_was_not_read_is_said(tmp_path, capsys):
+    """A loop without end for the reader, and a block of a page that is no YAML."""
+    many = write(tmp_path, "many.sh", "for ((i = 0; i < 9000; i++)); do echo $i; done\n")
+    page = write(tmp_path, "page.md", "```yaml\na: [1\n```\n```bash\necho 'one\n```\n")
+    found = read_files([many, page])
+    assert found.mistakes == ()
+    assert len(found.unread) == 3
+    assert main(["script", str(many), str(page)]) == 0
+    out = capsys.readouterr().out
+    assert f"not read: {many}:1: it would run more than 5000 commands" in out
+    assert f"not read: {page}:" in out
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):

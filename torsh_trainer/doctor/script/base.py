@@ -64,10 +64,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class ScriptReading:
-    """All mistakes of some files, in the order of their lines."""
+    """All mistakes of some files, in the order of their lines.
+
+    ``unread`` are files, and blocks of pages, that could not be read, with the reason.
+    """
 
     files: tuple[str, ...]
     pieces: Mapping[str, int] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     mistakes: tuple[ScriptMistake, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,6 +79,7 @@ class ScriptReading:
         return {
             "files": list(self.files),
             "read": dict(self.pieces),
+            "unread": list(self.unread),
             "mistakes": [one.as_dict() for one in self.mistakes],
         }
 

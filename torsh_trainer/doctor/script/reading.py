@@ -17,6 +17,7 @@ from torsh_trainer.doctor.script.base import (
     ScriptMistake,
     ScriptReading,
 )
+from torsh_trainer.doctor.script.shell_reading import why_unread
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.translate import yaml_places
 from torsh_trainer.utils.files import check_plain
@@ -51,9 +52,12 @@ def read_files(paths: Sequence[Path]) -> ScriptReading:
         ConfigError: a file is nothing that is known here, or cannot be parsed.
         ResourceError: a file cannot be read, or what reads the syntax of a shell is missing.
     """
-    pieces = [piece for path in paths for piece in _cut(path)]
+    unread: list[str] = []
+    pieces = [piece for path in paths for piece in _cut(path, unread)]
     found: list[ScriptMistake] = []
     for piece in pieces:
+        if piece.kind == "shell" and (why := why_unread(piece)):
+            unread.append(f"{piece.file}:{piece.first}: {why}")
         for rule in RULES[piece.kind]:
             found += rule(piece)
     for check in together.RULES:
@@ -61,15 +65,15 @@ def read_files(paths: Sequence[Path]) -> ScriptReading:
     order = {str(path): at for at, path in enumerate(paths)}
     found = sorted(dict.fromkeys(found), key=lambda one: (order[one.file], one.line, one.name))
     kinds = Counter[str](piece.kind for piece in pieces if piece.kind != "page")
-    return ScriptReading(tuple(map(str, paths)), kinds, tuple(found))
+    return ScriptReading(tuple(map(str, paths)), kinds, tuple(unread), tuple(found))
 
 
-def _cut(path: Path) -> list[Piece]:
+def _cut(path: Path, unread: list[str]) -> list[Piece]:
     name, text = str(path), _read(path)
     if path.suffix in _PAGES:
-        return [Piece("page", name, text, is_whole=False), *_cut_page(name, text)]
+        return [Piece("page", name, text, is_whole=False), *_cut_page(name, text, unread)]
     if path.suffix in (".yaml", ".yml"):
-        return _cut_yaml(name, text, is_whole=True)
+        return _cut_yaml(name, text, unread, is_whole=True)
     if re.match(r"(docker|container)file|.*\.dockerfile$", path.name, re.IGNORECASE):
         return [Piece("dockerfile", name, text)]
     if path.suffix in _SOURCES:
@@ -102,7 +106,7 @@ def _read(path: Path) -> str:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def _cut_page(name: str, text: str) -> Iterator[Piece]:
+def _cut_page(name: str, text: str, unread: list[str]) -> Iterator[Piece]:
     """The blocks of a page between fences; lines of a scheduler's alone go before the next block.
 
     A guide shows them apart, and means one script.
@@ -112,7 +116,7 @@ def _cut_page(name: str, text: str) -> Iterator[Piece]:
         padded = "\n" * (first - 1) + block
         kind = _kind_of(tag, block)
         if kind == "yaml":
-            yield from _cut_yaml(name, padded, is_whole=False)
+            yield from _cut_yaml(name, padded, unread, is_whole=False)
             continue
         if kind is None:
             continue
@@ -187,7 +191,7 @@ def _overlay(before: str, after: str) -> str:
 # -- YAML ------------------------------------------------------------------------------------------
 
 
-def _cut_yaml(name: str, text: str, *, is_whole: bool) -> list[Piece]:
+def _cut_yaml(name: str, text: str, unread: list[str], *, is_whole: bool) -> list[Piece]:
     """The documents of a YAML file, by what they describe."""
     pieces = []
     for padded in _split_documents(text):
@@ -197,10 +201,11 @@ def _cut_yaml(name: str, text: str, *, is_whole: bool) -> list[Piece]:
             continue
         try:
             root = yaml_places.parse(padded, name=name)
-        except ConfigError:
+        except ConfigError as error:
             if is_whole:
                 raise
-            continue  # a fragment of a page
+            unread.append(error.sentence)  # a fragment of a page
+            continue
         keys = set(root.value)
         kind: PieceKind = "yaml"
         if "services" in keys:

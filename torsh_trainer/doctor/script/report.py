@@ -16,6 +16,7 @@ def write_mistakes(found: ScriptReading) -> str:
     for one in found.mistakes:
         lines += [f"{one.file}:{one.line}: {one.name}", f"  says   {shorten(one.said, 90)}"]
         lines += _field("why", one.why) + _field("fix", one.fix) + [""]
+    lines += [f"not read: {why}" for why in found.unread]
     read = ", ".join(f"{count} {kind}" for kind, count in found.pieces.items()) or "nothing"
     lines.append(f"{len(found.mistakes)} mistakes in {len(found.files)} file(s); read: {read}")
     return "\n".join(lines)

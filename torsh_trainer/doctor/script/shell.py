@@ -12,6 +12,7 @@ from torsh_trainer.doctor.script.shell_reading import (
     assignments_of,
     commands_of,
     flag_number,
+    is_open_quote,
     number_of,
     read_shell,
 )
@@ -37,13 +38,27 @@ _UNREAD = {
 def find_open_quote(piece: Piece) -> Iterator[ScriptMistake]:
     """The script cannot be read to its end."""
     script = read_shell(piece)
-    if isinstance(script, ConfigError) and piece.is_whole:
+    if isinstance(script, ConfigError) and is_open_quote(piece, script):
         yield piece.mistake(
-            "not_readable",
-            int(script.facts.get("line", 1)),
-            why=script.sentence.removeprefix(f"{piece.file}:"),
+            "quote_is_not_closed",
+            int(script.facts["line"]),
+            why="a quotation mark that nothing closes: the shell ends there with 'unexpected EOF'",
             fix=script.fix,
         )
+
+
+def find_unknown_options(piece: Piece) -> Iterator[ScriptMistake]:
+    """An option that a launcher does not have."""
+    for started in commands_of(piece):
+        launch = started.launch
+        for link in launch.links if launch is not None else ():
+            for problem in link.problems:
+                yield piece.mistake(
+                    "launcher_refuses_an_option",
+                    problem.place.line or started.line,
+                    why=f"{problem.what}: it ends before it has started anything",
+                    fix=problem.fix,
+                )
 
 
 def find_windows_lines(piece: Piece) -> Iterator[ScriptMistake]:
@@ -226,8 +241,8 @@ def find_local_master(piece: Piece) -> Iterator[ScriptMistake]:
         if link is None:
             continue
         nodes = flag_number(link, "nnodes", "num_machines", "num_nodes") or 1
-        said = link.find("master_addr", "main_process_ip")
-        if nodes > 1 and said is not None and said.text in LOOPBACK:
+        said = link.find("master_addr", "main_process_ip", "rdzv_endpoint")
+        if nodes > 1 and said is not None and re.sub(r":\d+$", "", said.text) in LOOPBACK:
             yield piece.mistake(
                 "master_is_the_loopback",
                 said.place.line,
@@ -292,6 +307,7 @@ def _count_array(piece: Piece) -> int | None:
 
 RULES: tuple[PieceRule, ...] = (
     find_open_quote,
+    find_unknown_options,
     find_windows_lines,
     find_partial_world,
     find_multiplied_node_rank,

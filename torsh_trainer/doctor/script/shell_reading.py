@@ -84,6 +84,23 @@ def read_shell(piece: Piece) -> ShellScript | ConfigError:
         return error
 
 
+def why_unread(piece: Piece) -> str:
+    """Why the script was not read, where that is no mistake of a whole file; else empty.
+
+    Raises:
+        ResourceError: what reads the syntax is not installed.
+    """
+    script = read_shell(piece)
+    if not isinstance(script, ConfigError) or is_open_quote(piece, script):
+        return ""
+    return re.sub(r"^[\d: ]+", "", script.sentence.removeprefix(f"{piece.file}:"))
+
+
+def is_open_quote(piece: Piece, error: ConfigError) -> bool:
+    """A quotation mark of a whole file that nothing closes: no shell reads it either."""
+    return piece.is_whole and "line" in error.facts
+
+
 def commands_of(piece: Piece) -> Iterator[StartedCommand]:
     """Every command of the script, and those that it sends to other hosts by ssh."""
     script = read_shell(piece)
