@@ -574,7 +574,7 @@ def test_the_page_and_the_json_say_the_same(tmp_path, capsys):
     assert main(["script", str(path)]) == 1
     page = capsys.readouterr().out
     assert f"{path}:4: torchrun_overrides_rank" in page
-    assert "1 mistakes in 1 file(s); read: 1 shell" in page
+    assert "1 mistake in 1 file; read: 1 shell" in page
     assert main(["script", "--json", str(path)]) == 1
     (mistake,) = json.loads(capsys.readouterr().out)["mistakes"]
     assert (mistake["line"], mistake["name"]) == (4, "torchrun_overrides_rank")

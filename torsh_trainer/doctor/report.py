@@ -21,9 +21,9 @@ def write_examination(found: Examination, *, show_all: bool) -> str:
     if show_all:
         lines += ["", *_write_rest(rest)]
     fine = sum(one.result.outcome == "fine" for one in rest)
-    skipped = f"{len(rest) - fine} have nothing to look at here"
-    more = "" if show_all else " (--all shows them)"
-    lines += ["", f"{len(found.findings)} findings; {fine} checks are fine, {skipped}{more}"]
+    findings, more = len(found.findings), "" if show_all else " (--all shows them)"
+    told = f"{findings} finding{'s' * (findings != 1)}; fine: {fine}, nothing to look at here"
+    lines += ["", f"{told}: {len(rest) - fine}{more}"]
     return "\n".join(lines)
 
 
@@ -35,7 +35,8 @@ def write_hosts(told: Mapping[str, Any], *, show_all: bool) -> str:
         found = Examination(examination["host"], tuple(rows), examination["seconds"])
         lines += [write_examination(found, show_all=show_all), ""]
     lines += [f"not reached: {error}\n" for error in told["unreached"].values()]
-    lines.append(f"between the hosts: {len(told['between'])} findings")
+    count = len(told["between"])
+    lines.append(f"between the hosts: {count} finding{'s' * (count != 1)}")
     for row in told["between"]:
         lines += ["", *write_finding(CheckReport.from_dict(row))]
     whole = told["network"]["all"]

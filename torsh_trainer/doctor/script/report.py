@@ -18,7 +18,9 @@ def write_mistakes(found: ScriptReading) -> str:
         lines += _field("why", one.why) + _field("fix", one.fix) + [""]
     lines += [f"not read: {why}" for why in found.unread]
     read = ", ".join(f"{count} {kind}" for kind, count in found.pieces.items()) or "nothing"
-    lines.append(f"{len(found.mistakes)} mistakes in {len(found.files)} file(s); read: {read}")
+    count, files = len(found.mistakes), len(found.files)
+    said = f"{count} mistake{'s' * (count != 1)} in {files} file{'s' * (files != 1)}"
+    lines.append(f"{said}; read: {read}")
     return "\n".join(lines)
 
 
