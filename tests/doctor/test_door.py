@@ -100,6 +100,13 @@ def test_a_finding_exits_with_1_and_hides_secrets(capsys, monkeypatch):
     assert told["checks"][0]["outcome"] == "finding"
 
 
+def test_json_with_a_secret_is_json(capsys):
+    command.print_json({"env": {"api_key": "hunter2", "said": "token=hunter2, x"}, "n": [1]})
+    out = capsys.readouterr().out
+    assert "hunter2" not in out
+    assert json.loads(out)["n"] == [1]
+
+
 def test_the_page_of_the_docs_lists_every_check(repository):
     page = (repository / "docs" / "doctor.md").read_text("utf-8")
     for name, check in load_checks().items():

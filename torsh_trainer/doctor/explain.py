@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from torsh_trainer.doctor.output import write_field
 from torsh_trainer.doctor.symptoms import SYMPTOMS, Symptom
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.utils.files import check_plain
@@ -18,7 +18,6 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR = re.compile(
     r"^(?:\S*\s)?\s*([A-Z]\w*(?:Error|Exception|Interrupt)\b.*)|\b(error|fatal): ", re.I
 )
-_WIDTH = 100
 _LONGEST = 400
 
 
@@ -121,9 +120,9 @@ def write_explanation(found: LogReading) -> str:
         often = f" (and {one.count - 1} times more)" if one.count > 1 else ""
         lines += [
             f"{one.log}:{one.line}: {one.symptom.name}{often}",
-            *_field("says", one.text),
-            *_field("cause", f"{one.symptom.cause} ({one.symptom.source})"),
-            *_field("fix", one.symptom.fix),
+            *write_field("says", one.text),
+            *write_field("cause", f"{one.symptom.cause} ({one.symptom.source})"),
+            *write_field("fix", one.symptom.fix),
             "",
         ]
     causes = [one for one in found.explanations if not one.symptom.follows]
@@ -137,14 +136,3 @@ def write_explanation(found: LogReading) -> str:
         log, number, text = found.first_error
         lines.append(f"the first error is {log}:{number}: {text}")
     return "\n".join(lines)
-
-
-def _field(name: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=f"  {name:<7}",
-        subsequent_indent=" " * 9,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Any
 
 from torsh_trainer.utils.foreign import readable
-from torsh_trainer.utils.masking import mask_text
+from torsh_trainer.utils.masking import mask_text, mask_tree
+
+_WIDTH = 100
 
 FOUND = 1
 """The exit code where something was found."""
@@ -19,4 +22,17 @@ def show(text: str) -> None:
 
 def print_json(told: dict[str, Any]) -> None:
     """Prints plain values as JSON, without secrets."""
-    print(mask_text(json.dumps(told, indent=2, ensure_ascii=True)))
+    print(json.dumps(mask_tree(told, text=mask_text), indent=2))
+
+
+def write_field(name: str, text: str, *, indent: int = 2) -> list[str]:
+    """``text`` behind its ``name``, on lines of 100 columns."""
+    start = f"{'':{indent}}{name:<7}"
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torsh_trainer.doctor.base import Check
 from torsh_trainer.doctor.examination import CheckReport, Examination
-
-WIDTH = 100
+from torsh_trainer.doctor.output import write_field
 
 
 def write_examination(found: Examination, *, show_all: bool) -> str:
@@ -58,9 +56,9 @@ def write_finding(one: CheckReport) -> list[str]:
     """One finding: its name, and what it saw, why it matters, what mends it."""
     return [
         f"  {one.name}",
-        *_field("saw", one.result.saw),
-        *_field("why", one.why),
-        *_field("fix", one.result.fix),
+        *write_field("saw", one.result.saw, indent=4),
+        *write_field("why", one.why, indent=4),
+        *write_field("fix", one.result.fix, indent=4),
     ]
 
 
@@ -82,14 +80,3 @@ def _write_rest(rest: Sequence[CheckReport]) -> list[str]:
         f"  {one.name:<{column}}{'-  ' if one.result.outcome == 'skipped' else ''}{one.result.saw}"
         for one in rest
     ]
-
-
-def _field(name: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"    {name}  ",
-        subsequent_indent="         ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

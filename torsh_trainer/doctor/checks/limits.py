@@ -42,7 +42,7 @@ class OpenFiles(Check):
         return pass_check(saw)
 
 
-class Processes(Check):
+class ProcessLimit(Check):
     """The limits of processes and threads leave room for the job's."""
 
     why = (

@@ -21,7 +21,7 @@ _PROBE = 8 * 2**20
 _LEAST_EACH = _GIB
 
 
-class SharedMemory(Check):
+class SharedMemoryFolder(Check):
     """``/dev/shm`` has room, and gives it."""
 
     why = (
@@ -46,7 +46,7 @@ class SharedMemory(Check):
         return report_finding(saw, fix=fix)
 
 
-class Memory(Check):
+class FreeMemory(Check):
     """Memory is left for the processes of the job, within the limit of its cgroup."""
 
     why = (
@@ -61,7 +61,7 @@ class Memory(Check):
         saw = f"{say_bytes(available)} available"
         room = available
         if limit is not None and limit < machine.memory.get("MemTotal", limit):
-            room = min(available, limit - self._held(machine))
+            room = min(available, limit - self._measure_held(machine))
             saw += (
                 f"; a cgroup grants {say_bytes(limit)}, of which {say_bytes(max(room, 0))} are left"
             )
@@ -73,7 +73,7 @@ class Memory(Check):
             )
         return pass_check(saw)
 
-    def _held(self, machine: Machine) -> int:
+    def _measure_held(self, machine: Machine) -> int:
         """What the cgroup holds and cannot drop."""
         for folder in machine.cgroups("memory"):
             for name in ("memory.current", "memory.usage_in_bytes"):

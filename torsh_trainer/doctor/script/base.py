@@ -28,7 +28,7 @@ class ScriptMistake:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScriptPiece:
     """A file, or a block of a page, of one kind; lines are those of the file.
 
     ``text`` begins with as many empty lines as stand before it in the file. ``root`` is what a
@@ -63,7 +63,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class ScriptReading:
+class ScriptExamination:
     """All mistakes of some files, in the order of their lines.
 
     ``unread`` are files, and blocks of pages, that could not be read, with the reason.
@@ -84,5 +84,14 @@ class ScriptReading:
         }
 
 
-PieceRule = Callable[[Piece], Iterator[ScriptMistake]]
+PieceRule = Callable[[ScriptPiece], Iterator[ScriptMistake]]
 """A function from a piece to its mistakes."""
+
+
+def node_at(node: Node | None, *path: str) -> Node | None:
+    """What stands below a YAML node at a path of keys; None where nothing does."""
+    for key in path:
+        if node is None or not node.is_mapping or key not in node.value:
+            return None
+        node = node.value[key].node
+    return node

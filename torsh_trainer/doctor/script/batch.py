@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from torsh_trainer.doctor.script.base import Piece, PieceRule, ScriptMistake
+from torsh_trainer.doctor.script.base import PieceRule, ScriptMistake, ScriptPiece
 from torsh_trainer.doctor.script.shell_reading import (
     StartedCommand,
     assignments_of,
@@ -22,7 +22,7 @@ _MPIRUN = ("mpirun", "mpiexec", "orterun")
 _HOSTS = ("-machinefile", "--machinefile", "-hostfile", "--hostfile", "-H", "-host", "--host")
 
 
-def find_ignored_directives(piece: Piece) -> Iterator[ScriptMistake]:
+def find_ignored_directives(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Lines for the scheduler where it no longer reads them."""
     late = late_directives_of(piece)
     if late and piece.is_whole:
@@ -36,7 +36,7 @@ def find_ignored_directives(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_missing_shebang(piece: Piece) -> Iterator[ScriptMistake]:
+def find_missing_shebang(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A batch script whose first line names no shell."""
     slurm = [one for one in directives_of(piece) if one.scheduler == "SBATCH"]
     if piece.is_whole and slurm and not piece.text.startswith("#!"):
@@ -48,7 +48,7 @@ def find_missing_shebang(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_one_node_launch(piece: Piece) -> Iterator[ScriptMistake]:
+def find_one_node_launch(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """torchrun without srun: it runs on the first node."""
     nodes = _count_nodes(piece)
     if nodes < 2:
@@ -73,7 +73,7 @@ def find_one_node_launch(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_launchers_in_tasks(piece: Piece) -> Iterator[ScriptMistake]:
+def find_launchers_in_tasks(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """torchrun in each of several tasks of a node."""
     asked = find_directive(piece, "ntasks-per-node")
     for started in commands_of(piece):
@@ -94,7 +94,7 @@ def find_launchers_in_tasks(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_fewer_gpus(piece: Piece) -> Iterator[ScriptMistake]:
+def find_fewer_gpus(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """More processes on a node than the job asks GPUs for."""
     gpus = _count_gpus(piece)
     if gpus is None:
@@ -120,7 +120,7 @@ def find_fewer_gpus(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_missing_log_folder(piece: Piece) -> Iterator[ScriptMistake]:
+def find_missing_log_folder(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Output into a folder that is not there when Slurm opens it."""
     if not piece.is_whole:
         return
@@ -139,7 +139,7 @@ def find_missing_log_folder(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_torque_resources(piece: Piece) -> Iterator[ScriptMistake]:
+def find_torque_resources(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Torque's way to ask for GPUs, which PBS Pro and OpenPBS do not have."""
     for one in directives_of(piece):
         if one.scheduler == "PBS" and re.search(r"\bnodes=.*:gpus=", piece.line(one.line)):
@@ -155,7 +155,7 @@ def find_torque_resources(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_kept_variables(piece: Piece) -> Iterator[ScriptMistake]:
+def find_kept_variables(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Exported variables that mpirun does not take to other hosts."""
     exported = {n for n, _, _ in assignments_of(piece)} & {"MASTER_ADDR", "MASTER_PORT"}
     for started in commands_of(piece):
@@ -173,7 +173,7 @@ def find_kept_variables(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_odd_format(piece: Piece) -> Iterator[ScriptMistake]:
+def find_odd_format(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A field of sacct that is not what it seems."""
     for number, line in piece.lines():
         if re.search(r"\bsacct\b.*--format=(\S*,)?Time(,|\s|$)", line):
@@ -186,7 +186,7 @@ def find_odd_format(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def _count_nodes(piece: Piece) -> int:
+def _count_nodes(piece: ScriptPiece) -> int:
     said = find_directive(piece, "nodes")
     if said is not None:
         return number_of(said.value.split("-")[0]) or 1
@@ -200,7 +200,7 @@ def _count_nodes(piece: Piece) -> int:
     return 1
 
 
-def _count_gpus(piece: Piece) -> int | None:
+def _count_gpus(piece: ScriptPiece) -> int | None:
     """GPUs of a node, where the script says it."""
     for name in ("gpus-per-node", "gres"):
         said = find_directive(piece, name)
@@ -209,7 +209,7 @@ def _count_gpus(piece: Piece) -> int | None:
     return None
 
 
-def _exists(piece: Piece, folder: Path) -> bool:
+def _exists(piece: ScriptPiece, folder: Path) -> bool:
     return (Path(piece.file).parent / folder).is_dir()
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from torsh_trainer.doctor.script.base import Piece, PieceRule, ScriptMistake
+from torsh_trainer.doctor.script.base import PieceRule, ScriptMistake, ScriptPiece, node_at
 from torsh_trainer.translate.nodes import Node
 
 _LAUNCHERS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|torsh_trainer")
@@ -28,7 +28,7 @@ class _Service:
         return self.env.get(name, ("", self.line))[1]
 
 
-def find_fixed_places(piece: Piece) -> dict[str, int]:
+def find_fixed_places(piece: ScriptPiece) -> dict[str, int]:
     """Services that have a fixed rank, and the line of it."""
     return {
         service.name: service.line_of(name)
@@ -38,7 +38,7 @@ def find_fixed_places(piece: Piece) -> dict[str, int]:
     }
 
 
-def find_missing_ranks(piece: Piece) -> Iterator[ScriptMistake]:
+def find_missing_ranks(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """WORLD_SIZE against the processes that the services start."""
     ranked = [service for service in _services(piece) if service.value("WORLD_SIZE").isdigit()]
     if not ranked or any(_starts_several(service) for service in ranked):
@@ -60,7 +60,7 @@ def find_missing_ranks(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_doubled_ranks(piece: Piece) -> Iterator[ScriptMistake]:
+def find_doubled_ranks(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Two containers with one rank."""
     places: dict[tuple[str, str], list[_Service]] = defaultdict(list)
     for service in _services(piece):
@@ -87,7 +87,7 @@ def find_doubled_ranks(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_small_shared_memory(piece: Piece) -> Iterator[ScriptMistake]:
+def find_small_shared_memory(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A service with GPUs and 64 MB of /dev/shm."""
     for service in _services(piece):
         keys = set(service.node.value)
@@ -100,14 +100,14 @@ def find_small_shared_memory(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_unknown_master(piece: Piece) -> Iterator[ScriptMistake]:
+def find_unknown_master(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """MASTER_ADDR that names no service, or the container itself."""
     services = _services(piece)
     names = {service.name for service in services}
     several = sum("MASTER_ADDR" in service.env for service in services) > 1
     for service in services:
         address = service.value("MASTER_ADDR")
-        aliases = {str(n.plain()) for n in (_get(service.node, "hostname"),) if n is not None}
+        aliases = {str(n.plain()) for n in (node_at(service.node, "hostname"),) if n is not None}
         names |= aliases
         if (
             address
@@ -125,8 +125,8 @@ def find_unknown_master(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def _services(piece: Piece) -> list[_Service]:
-    root = _get(piece.root, "services") if piece.root is not None else None
+def _services(piece: ScriptPiece) -> list[_Service]:
+    root = node_at(piece.root, "services") if piece.root is not None else None
     if root is None or not root.is_mapping:
         return []
     return [
@@ -137,7 +137,7 @@ def _services(piece: Piece) -> list[_Service]:
 
 
 def _environment(service: Node) -> dict[str, tuple[str, int]]:
-    node = _get(service, "environment")
+    node = node_at(service, "environment")
     if node is None:
         return {}
     if node.is_mapping:
@@ -152,46 +152,35 @@ def _environment(service: Node) -> dict[str, tuple[str, int]]:
 
 
 def _starts_several(service: _Service) -> bool:
-    words = [_get(service.node, name) for name in ("command", "entrypoint")]
+    words = [node_at(service.node, name) for name in ("command", "entrypoint")]
     return any(node is not None and _LAUNCHERS.search(str(node.plain())) for node in words)
 
 
 def _copies(service: Node) -> tuple[int, int]:
     """(copies, the line that says so)."""
     for path in (("scale",), ("deploy", "replicas")):
-        node: Node | None = service
-        for key in path:
-            node = _get(node, key)
+        node = node_at(service, *path)
         if node is not None and isinstance(node.value, int):
             return node.value, node.place.line
     return 1, service.place.line
 
 
 def _count_gpus(service: Node) -> int:
-    node: Node | None = service
-    for key in ("deploy", "resources", "reservations", "devices"):
-        node = _get(node, key)
+    node = node_at(service, "deploy", "resources", "reservations", "devices")
     count = 0
     for device in node.value if node is not None and node.is_list else ():
-        said = _get(device, "count")
-        listed = _get(device, "device_ids")
+        said = node_at(device, "count")
+        listed = node_at(device, "device_ids")
         if said is not None:
             count += said.value if isinstance(said.value, int) else 1
         elif listed is not None and listed.is_list:
             count += len(listed.value)
         else:
             count += "gpu" in str(device.plain())
-    runtime = _get(service, "runtime")
+    runtime = node_at(service, "runtime")
     return count or int(
-        (runtime is not None and runtime.value == "nvidia") or _get(service, "gpus") is not None
+        (runtime is not None and runtime.value == "nvidia") or node_at(service, "gpus") is not None
     )
-
-
-def _get(node: Node | None, key: str) -> Node | None:
-    if node is None or not node.is_mapping or key not in node.value:
-        return None
-    found: Node = node.value[key].node
-    return found
 
 
 RULES: tuple[PieceRule, ...] = (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torsh_trainer.doctor.script.base import Piece, PieceRule, ScriptMistake
+from torsh_trainer.doctor.script.base import PieceRule, ScriptMistake, ScriptPiece
 
 _BARE = re.compile(r"^(nvidia/cuda|ubuntu|debian)\b")
 _TOOLS = ("curl", "wget", "git")
 _PLACES = re.compile(r"\b(RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR)[= ]")
 
 
-def instructions(piece: Piece) -> Iterator[tuple[int, str, str]]:
+def instructions(piece: ScriptPiece) -> Iterator[tuple[int, str, str]]:
     """(line, instruction, its words) in order, continued lines joined."""
     held, first = "", 0
     for number, line in piece.lines():
@@ -27,7 +27,7 @@ def instructions(piece: Piece) -> Iterator[tuple[int, str, str]]:
         held, first = "", 0
 
 
-def find_absent_tools(piece: Piece) -> Iterator[ScriptMistake]:
+def find_absent_tools(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A tool that runs before it is installed, in an image that comes without it."""
     bare, installed = "", set[str]()
     for line, name, rest in instructions(piece):
@@ -51,7 +51,7 @@ def find_absent_tools(piece: Piece) -> Iterator[ScriptMistake]:
                 installed.add(words[0])
 
 
-def find_cuda_tag(piece: Piece) -> Iterator[ScriptMistake]:
+def find_cuda_tag(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A tag of nvidia/cuda that was never published, or that moves."""
     for line, name, rest in instructions(piece):
         if name != "FROM":
@@ -79,7 +79,7 @@ def find_cuda_tag(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_rank_in_image(piece: Piece) -> Iterator[ScriptMistake]:
+def find_rank_in_image(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A place in the world that is built into the image: every container has it."""
     for line, name, rest in instructions(piece):
         if name == "ENV" and (found := _PLACES.search(rest + " ")):
@@ -91,7 +91,7 @@ def find_rank_in_image(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_lists_kept_apart(piece: Piece) -> Iterator[ScriptMistake]:
+def find_lists_kept_apart(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """``apt-get install`` in a layer without ``apt-get update``."""
     for line, name, rest in instructions(piece):
         if name == "RUN" and re.search(r"apt(-get)? install", rest) and "update" not in rest:
@@ -103,7 +103,7 @@ def find_lists_kept_apart(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def _stages(piece: Piece) -> set[str]:
+def _stages(piece: ScriptPiece) -> set[str]:
     return {
         words[-1]
         for _, name, rest in instructions(piece)

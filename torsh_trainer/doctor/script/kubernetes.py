@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torsh_trainer.doctor.script.base import Piece, PieceRule, ScriptMistake
+from torsh_trainer.doctor.script.base import PieceRule, ScriptMistake, ScriptPiece, node_at
 from torsh_trainer.translate.nodes import Node
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -13,7 +13,7 @@ _LAUNCHERS = re.compile(r"torchrun|torch\.distributed|torsh_trainer|accelerate|d
 _RANKS = ("RANK", "NODE_RANK", "JOB_COMPLETION_INDEX", "GROUP_RANK")
 
 
-def find_index_without_mode(piece: Piece) -> Iterator[ScriptMistake]:
+def find_index_without_mode(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """The index of a pod in a Job that does not number its pods."""
     job = _job(piece)
     if job is None or _value(job, "completionMode") == "Indexed":
@@ -30,18 +30,18 @@ def find_index_without_mode(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_any_pod_as_master(piece: Piece) -> Iterator[ScriptMistake]:
+def find_any_pod_as_master(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """MASTER_ADDR that names a service, and so any of the job's pods."""
     job = _job(piece)
     if job is None or _number(job, "parallelism") < 2:
         return
-    name = _at(piece.root, "metadata", "name")
+    name = node_at(piece.root, "metadata", "name")
     first = f"{name.value if name is not None else 'JOB'}-0"
     for container in _containers(job):
         for entry in _environment(container):
             address = _value(entry, "value")
             if _value(entry, "name") == "MASTER_ADDR" and address and "-0" not in str(address):
-                at = _at(entry, "value")
+                at = node_at(entry, "value")
                 assert at is not None
                 yield piece.mistake(
                     "master_is_any_pod",
@@ -53,7 +53,7 @@ def find_any_pod_as_master(piece: Piece) -> Iterator[ScriptMistake]:
                 )
 
 
-def find_missing_rank(piece: Piece) -> Iterator[ScriptMistake]:
+def find_missing_rank(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """WORLD_SIZE without anything that tells a pod its rank."""
     job = _job(piece)
     if job is None:
@@ -63,7 +63,7 @@ def find_missing_rank(piece: Piece) -> Iterator[ScriptMistake]:
         size = entries.get("WORLD_SIZE")
         words = " ".join(
             str(node.plain())
-            for node in (_at(container, "command"), _at(container, "args"))
+            for node in (node_at(container, "command"), node_at(container, "args"))
             if node is not None
         )
         starts_several = bool(_LAUNCHERS.search(words))
@@ -82,14 +82,14 @@ def find_missing_rank(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_world_of_another_size(piece: Piece) -> Iterator[ScriptMistake]:
+def find_world_of_another_size(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """WORLD_SIZE, completions and parallelism that differ."""
     job = _job(piece)
     if job is None:
         return
     pods, at_once = _number(job, "completions"), _number(job, "parallelism")
     if pods and at_once and at_once < pods:
-        node = _at(job, "parallelism")
+        node = node_at(job, "parallelism")
         assert node is not None
         yield piece.mistake(
             "pods_wait_for_one_another",
@@ -99,14 +99,14 @@ def find_world_of_another_size(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_small_shared_memory(piece: Piece) -> Iterator[ScriptMistake]:
+def find_small_shared_memory(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """GPUs in a pod with 64 MB of /dev/shm."""
     job = _job(piece)
     if job is None:
         return
     for container in _containers(job):
         gpu = next((key for key in _resources(container, "limits") if key.endswith("/gpu")), None)
-        mounts = _at(container, "volumeMounts")
+        mounts = node_at(container, "volumeMounts")
         has_shm = mounts is not None and "/dev/shm" in str(mounts.plain())
         if gpu is not None and not has_shm:
             yield piece.mistake(
@@ -118,13 +118,13 @@ def find_small_shared_memory(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_restarts_alone(piece: Piece) -> Iterator[ScriptMistake]:
+def find_restarts_alone(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A pod that is restarted in place while the others wait for the one that failed."""
     job = _job(piece)
-    template = _at(job, "template", "spec")
+    template = node_at(job, "template", "spec")
     if job is None or template is None or _number(job, "parallelism") < 2:
         return
-    policy = _at(template, "restartPolicy")
+    policy = node_at(template, "restartPolicy")
     if policy is not None and policy.value == "OnFailure":
         yield piece.mistake(
             "one_pod_restarts_alone",
@@ -136,7 +136,7 @@ def find_restarts_alone(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_odd_resources(piece: Piece) -> Iterator[ScriptMistake]:
+def find_odd_resources(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """GPUs in parts, or requested without a limit."""
     job = _job(piece)
     for container in _containers(job) if job is not None else ():
@@ -160,39 +160,31 @@ def find_odd_resources(piece: Piece) -> Iterator[ScriptMistake]:
                 )
 
 
-def _job(piece: Piece) -> Node | None:
+def _job(piece: ScriptPiece) -> Node | None:
     if piece.root is None or _value(piece.root, "kind") != "Job":
         return None
-    return _at(piece.root, "spec")
+    return node_at(piece.root, "spec")
 
 
 def _containers(job: Node) -> list[Node]:
-    found = _at(job, "template", "spec", "containers")
+    found = node_at(job, "template", "spec", "containers")
     return [node for node in found.value if node.is_mapping] if found and found.is_list else []
 
 
 def _environment(container: Node) -> list[Node]:
-    found = _at(container, "env")
+    found = node_at(container, "env")
     return [node for node in found.value if node.is_mapping] if found and found.is_list else []
 
 
 def _resources(container: Node, kind: str) -> dict[str, tuple[object, int]]:
-    found = _at(container, "resources", kind)
+    found = node_at(container, "resources", kind)
     if found is None or not found.is_mapping:
         return {}
     return {key: (entry.node.value, entry.place.line) for key, entry in found.value.items()}
 
 
-def _at(node: Node | None, *path: str) -> Node | None:
-    for key in path:
-        if node is None or not node.is_mapping or key not in node.value:
-            return None
-        node = node.value[key].node
-    return node
-
-
 def _value(node: Node, key: str) -> object:
-    found = _at(node, key)
+    found = node_at(node, key)
     return None if found is None else found.value
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torsh_trainer.doctor.script import compose, dockerfile, kubernetes, shell, source, together
 from torsh_trainer.doctor.script.base import (
-    Piece,
     PieceKind,
     PieceRule,
+    ScriptExamination,
     ScriptMistake,
-    ScriptReading,
+    ScriptPiece,
 )
 from torsh_trainer.doctor.script.shell_reading import why_unread
 from torsh_trainer.errors import ConfigError, ResourceError
@@ -45,7 +45,7 @@ RULES: Mapping[PieceKind, Sequence[PieceRule]] = {
 }
 
 
-def read_files(paths: Sequence[Path]) -> ScriptReading:
+def read_files(paths: Sequence[Path]) -> ScriptExamination:
     """The mistakes of all files, each alone and held against one another.
 
     Raises:
@@ -65,21 +65,21 @@ def read_files(paths: Sequence[Path]) -> ScriptReading:
     order = {str(path): at for at, path in enumerate(paths)}
     found = sorted(dict.fromkeys(found), key=lambda one: (order[one.file], one.line, one.name))
     kinds = Counter[str](piece.kind for piece in pieces if piece.kind != "page")
-    return ScriptReading(tuple(map(str, paths)), kinds, tuple(unread), tuple(found))
+    return ScriptExamination(tuple(map(str, paths)), kinds, tuple(unread), tuple(found))
 
 
-def _cut(path: Path, unread: list[str]) -> list[Piece]:
+def _cut(path: Path, unread: list[str]) -> list[ScriptPiece]:
     name, text = str(path), _read(path)
     if path.suffix in _PAGES:
-        return [Piece("page", name, text, is_whole=False), *_cut_page(name, text, unread)]
+        return [ScriptPiece("page", name, text, is_whole=False), *_cut_page(name, text, unread)]
     if path.suffix in (".yaml", ".yml"):
         return _cut_yaml(name, text, unread, is_whole=True)
     if re.match(r"(docker|container)file|.*\.dockerfile$", path.name, re.IGNORECASE):
-        return [Piece("dockerfile", name, text)]
+        return [ScriptPiece("dockerfile", name, text)]
     if path.suffix in _SOURCES:
-        return [Piece("source", name, text)]
+        return [ScriptPiece("source", name, text)]
     if path.suffix in _SHELLS or text.startswith("#!") or _SHELL_WORDS.search(text):
-        return [Piece("shell", name, text)]
+        return [ScriptPiece("shell", name, text)]
     raise ConfigError(
         f"{name} is no shell script, Dockerfile, YAML or page that is known here",
         fix="end its name with .sh, .yaml or .md, or call it Dockerfile",
@@ -106,12 +106,12 @@ def _read(path: Path) -> str:
 # -- pages -----------------------------------------------------------------------------------------
 
 
-def _cut_page(name: str, text: str, unread: list[str]) -> Iterator[Piece]:
+def _cut_page(name: str, text: str, unread: list[str]) -> Iterator[ScriptPiece]:
     """The blocks of a page between fences; lines of a scheduler's alone go before the next block.
 
     A guide shows them apart, and means one script.
     """
-    waiting: tuple[str, Piece] | None = None
+    waiting: tuple[str, ScriptPiece] | None = None
     for section, first, tag, block in _find_blocks(text):
         padded = "\n" * (first - 1) + block
         kind = _kind_of(tag, block)
@@ -120,7 +120,7 @@ def _cut_page(name: str, text: str, unread: list[str]) -> Iterator[Piece]:
             continue
         if kind is None:
             continue
-        piece = Piece(kind, name, padded, is_whole=False)
+        piece = ScriptPiece(kind, name, padded, is_whole=False)
         if kind == "shell":
             if waiting is not None and waiting[0] == section:
                 piece = replace(piece, text=_overlay(waiting[1].text, padded))
@@ -191,7 +191,7 @@ def _overlay(before: str, after: str) -> str:
 # -- YAML ------------------------------------------------------------------------------------------
 
 
-def _cut_yaml(name: str, text: str, unread: list[str], *, is_whole: bool) -> list[Piece]:
+def _cut_yaml(name: str, text: str, unread: list[str], *, is_whole: bool) -> list[ScriptPiece]:
     """The documents of a YAML file, by what they describe."""
     pieces = []
     for padded in _split_documents(text):
@@ -212,7 +212,7 @@ def _cut_yaml(name: str, text: str, unread: list[str], *, is_whole: bool) -> lis
             kind = "compose"
         elif {"apiVersion", "kind"} <= keys:
             kind = "kubernetes"
-        pieces.append(Piece(kind, name, padded, is_whole, root))
+        pieces.append(ScriptPiece(kind, name, padded, is_whole, root))
     return pieces
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from torsh_trainer.doctor.script import batch
-from torsh_trainer.doctor.script.base import Piece, PieceRule, ScriptMistake
+from torsh_trainer.doctor.script.base import PieceRule, ScriptMistake, ScriptPiece
 from torsh_trainer.doctor.script.shell_reading import (
     StartedCommand,
     assignments_of,
@@ -35,7 +35,7 @@ _UNREAD = {
 }
 
 
-def find_open_quote(piece: Piece) -> Iterator[ScriptMistake]:
+def find_open_quote(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """The script cannot be read to its end."""
     script = read_shell(piece)
     if isinstance(script, ConfigError) and is_open_quote(piece, script):
@@ -47,7 +47,7 @@ def find_open_quote(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_unknown_options(piece: Piece) -> Iterator[ScriptMistake]:
+def find_unknown_options(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """An option that a launcher does not have."""
     for started in commands_of(piece):
         launch = started.launch
@@ -61,7 +61,7 @@ def find_unknown_options(piece: Piece) -> Iterator[ScriptMistake]:
                 )
 
 
-def find_windows_lines(piece: Piece) -> Iterator[ScriptMistake]:
+def find_windows_lines(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Lines that end as Windows has them."""
     if piece.is_whole and "\r\n" in piece.text:
         yield piece.mistake(
@@ -73,7 +73,7 @@ def find_windows_lines(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_partial_world(piece: Piece) -> Iterator[ScriptMistake]:
+def find_partial_world(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """One process on each host, told that it is local rank 0 of a larger world."""
     sizes = {name: number_of(word.text) for name, word, _ in assignments_of(piece)}
     hosts = _count_array(piece)
@@ -94,7 +94,7 @@ def find_partial_world(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_multiplied_node_rank(piece: Piece) -> Iterator[ScriptMistake]:
+def find_multiplied_node_rank(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """NODE_RANK that counts processes."""
     for name, word, line in assignments_of(piece):
         if name in ("NODE_RANK", "GROUP_RANK") and re.search(r"\$\(\(.*\*.*\)\)", word.text):
@@ -107,7 +107,7 @@ def find_multiplied_node_rank(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_overridden_ranks(piece: Piece) -> Iterator[ScriptMistake]:
+def find_overridden_ranks(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """RANK for torchrun, which numbers its processes itself."""
     for started in commands_of(piece):
         link = started.link("torchrun")
@@ -129,7 +129,7 @@ def find_overridden_ranks(piece: Piece) -> Iterator[ScriptMistake]:
         )
 
 
-def find_own_master(piece: Piece) -> Iterator[ScriptMistake]:
+def find_own_master(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """The master's address asked of each host for itself."""
     for started in commands_of(piece):
         link = started.link("torchrun", "accelerate", "deepspeed")
@@ -149,7 +149,7 @@ def find_own_master(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_joined_list(piece: Piece) -> Iterator[ScriptMistake]:
+def find_joined_list(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A list of hosts put on one line before its first line is taken."""
     lists = {
         name
@@ -170,7 +170,7 @@ def find_joined_list(piece: Piece) -> Iterator[ScriptMistake]:
                 )
 
 
-def find_opened_ports(piece: Piece) -> Iterator[ScriptMistake]:
+def find_opened_ports(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Ports opened for NCCL or gloo that they do not take."""
     ports = {"29500"} | {w.text for n, w, _ in assignments_of(piece) if n == "MASTER_PORT"}
     for started in commands_of(piece):
@@ -204,7 +204,7 @@ def find_opened_ports(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_unread_variables(piece: Piece) -> Iterator[ScriptMistake]:
+def find_unread_variables(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Variables that nothing reads."""
     for name, _, line in assignments_of(piece):
         if name in _UNREAD:
@@ -216,7 +216,7 @@ def find_unread_variables(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_lost_exit_code(piece: Piece) -> Iterator[ScriptMistake]:
+def find_lost_exit_code(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A launch whose exit code is that of ``tee``."""
     if "pipefail" in piece.text or "PIPESTATUS" in piece.text or not piece.is_whole:
         return
@@ -234,7 +234,7 @@ def find_lost_exit_code(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_local_master(piece: Piece) -> Iterator[ScriptMistake]:
+def find_local_master(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """The loopback as the master of several hosts."""
     for started in commands_of(piece):
         link = started.link("torchrun", "accelerate", "deepspeed")
@@ -251,7 +251,7 @@ def find_local_master(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_unseen_gpus(piece: Piece) -> Iterator[ScriptMistake]:
+def find_unseen_gpus(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """More processes than the visible GPUs."""
     for started in commands_of(piece):
         link, mask = started.inner, started.variables.get("CUDA_VISIBLE_DEVICES")
@@ -270,7 +270,7 @@ def find_unseen_gpus(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_small_container(piece: Piece) -> Iterator[ScriptMistake]:
+def find_small_container(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """``docker run --gpus`` with 64 MB of /dev/shm."""
     for started in commands_of(piece):
         words = [word for word in started.words if word != "sudo"]
@@ -291,7 +291,7 @@ def _number(started: StartedCommand, name: str) -> int | None:
     return None if word is None or word.open else number_of(word.text)
 
 
-def _line_of(piece: Piece, started: StartedCommand, name: str) -> int:
+def _line_of(piece: ScriptPiece, started: StartedCommand, name: str) -> int:
     """The line within a command of several lines on which a variable is set."""
     for number, line in piece.lines():
         if number >= started.line and re.search(rf"\b{name}=", line):
@@ -299,7 +299,7 @@ def _line_of(piece: Piece, started: StartedCommand, name: str) -> int:
     return started.line
 
 
-def _count_array(piece: Piece) -> int | None:
+def _count_array(piece: ScriptPiece) -> int | None:
     """How many hosts an array of the script names."""
     found = re.search(r"^\s*(?:NODES|HOSTS|nodes|hosts)=\(([^)$]*)\)", piece.text, re.MULTILINE)
     return len(found[1].split()) if found else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torsh_trainer.doctor.script.base import Piece
+from torsh_trainer.doctor.script.base import ScriptPiece
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.translate.launch.job import LaunchLine, Link
 from torsh_trainer.translate.launch.lines import read_line
@@ -72,7 +72,7 @@ class StartedCommand:
 
 
 @lru_cache(maxsize=32)
-def read_shell(piece: Piece) -> ShellScript | ConfigError:
+def read_shell(piece: ScriptPiece) -> ShellScript | ConfigError:
     """What the script comes to, or why it cannot be read.
 
     Raises:
@@ -84,7 +84,7 @@ def read_shell(piece: Piece) -> ShellScript | ConfigError:
         return error
 
 
-def why_unread(piece: Piece) -> str:
+def why_unread(piece: ScriptPiece) -> str:
     """Why the script was not read, where that is no mistake of a whole file; else empty.
 
     Raises:
@@ -96,12 +96,12 @@ def why_unread(piece: Piece) -> str:
     return re.sub(r"^[\d: ]+", "", script.sentence.removeprefix(f"{piece.file}:"))
 
 
-def is_open_quote(piece: Piece, error: ConfigError) -> bool:
+def is_open_quote(piece: ScriptPiece, error: ConfigError) -> bool:
     """A quotation mark of a whole file that nothing closes: no shell reads it either."""
     return piece.is_whole and "line" in error.facts
 
 
-def commands_of(piece: Piece) -> Iterator[StartedCommand]:
+def commands_of(piece: ScriptPiece) -> Iterator[StartedCommand]:
     """Every command of the script, and those that it sends to other hosts by ssh."""
     script = read_shell(piece)
     if isinstance(script, ConfigError):
@@ -112,10 +112,10 @@ def commands_of(piece: Piece) -> Iterator[StartedCommand]:
         line = command.words[0].place.line
         yield StartedCommand(line, command, {**command.exported, **command.variables})
         if command.words[0].text == "ssh":
-            yield from _sent_by_ssh(command, line, piece.file)
+            yield from _read_ssh(command, line, piece.file)
 
 
-def assignments_of(piece: Piece) -> Iterator[tuple[str, Word, int]]:
+def assignments_of(piece: ScriptPiece) -> Iterator[tuple[str, Word, int]]:
     """(variable, value, line) of every assignment, in order."""
     script = read_shell(piece)
     for command in () if isinstance(script, ConfigError) else script.commands:
@@ -123,7 +123,7 @@ def assignments_of(piece: Piece) -> Iterator[tuple[str, Word, int]]:
             yield name, word, word.place.line
 
 
-def directives_of(piece: Piece) -> list[Directive]:
+def directives_of(piece: ScriptPiece) -> list[Directive]:
     """The lines of a scheduler that it reads: those before the first command."""
     found: list[Directive] = []
     for number, line in piece.lines():
@@ -133,7 +133,7 @@ def directives_of(piece: Piece) -> list[Directive]:
     return found
 
 
-def late_directives_of(piece: Piece) -> list[Directive]:
+def late_directives_of(piece: ScriptPiece) -> list[Directive]:
     """Those behind the first command, which a scheduler does not read."""
     found: list[Directive] = []
     started = False
@@ -144,7 +144,7 @@ def late_directives_of(piece: Piece) -> list[Directive]:
     return found
 
 
-def find_directive(piece: Piece, *names: str) -> Directive | None:
+def find_directive(piece: ScriptPiece, *names: str) -> Directive | None:
     """The last line of one of these names that the scheduler reads."""
     return next((one for one in reversed(directives_of(piece)) if one.name in names), None)
 
@@ -182,7 +182,7 @@ def _read_directive(line: str, number: int) -> Iterator[Directive]:
         yield Directive(match[1], _SHORT.get(name, name.lstrip("-")), value, number)
 
 
-def _sent_by_ssh(command: Command, line: int, name: str) -> Iterator[StartedCommand]:
+def _read_ssh(command: Command, line: int, name: str) -> Iterator[StartedCommand]:
     """The commands in the last words of ``ssh HOST WORDS``."""
     words = list(command.words[1:])
     while words and words[0].text.startswith("-"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from torsh_trainer.doctor.script.base import Piece, PieceRule, ScriptMistake
+from torsh_trainer.doctor.script.base import PieceRule, ScriptMistake, ScriptPiece
 
 _CALL = re.compile(r"init_process_group\s*\(")
 _LOCAL = re.compile(
@@ -14,7 +14,7 @@ _LOCAL = re.compile(
 _PROMETHEUS = re.compile(r"prometheus[_-]port[\"']?\s*[:=]\s*9090\b", re.IGNORECASE)
 
 
-def find_local_rank_as_rank(piece: Piece) -> Iterator[ScriptMistake]:
+def find_local_rank_as_rank(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """LOCAL_RANK given to the process group as the rank of all."""
     inside = 0
     for number, line in piece.lines():
@@ -29,7 +29,7 @@ def find_local_rank_as_rank(piece: Piece) -> Iterator[ScriptMistake]:
             )
 
 
-def find_prometheus_port(piece: Piece) -> Iterator[ScriptMistake]:
+def find_prometheus_port(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """Every process serves its metrics at the port of Prometheus itself."""
     for number, line in piece.lines():
         if _PROMETHEUS.search(line):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from torsh_trainer.doctor.script.base import Piece, ScriptMistake
+from torsh_trainer.doctor.script.base import ScriptMistake, ScriptPiece
 from torsh_trainer.doctor.script.compose import find_fixed_places
 
 _FALLS_BACK = re.compile(r"\bnccl\b.*(fall(s)? ?back|fallback)|fallback.*\bnccl\b", re.IGNORECASE)
 _REFUSES = re.compile(r"if\s*!?\s*(not\s+)?[\w.:]*is_nccl_available\(\)|feature_not_available")
 _SCALE = re.compile(r"--scale[ =](\w[\w-]*)=(\d+)")
 
-PiecesRule = Callable[[Sequence[Piece]], Iterator[ScriptMistake]]
+PiecesRule = Callable[[Sequence[ScriptPiece]], Iterator[ScriptMistake]]
 
 
-def find_two_answers(pieces: Sequence[Piece]) -> Iterator[ScriptMistake]:
+def find_two_answers(pieces: Sequence[ScriptPiece]) -> Iterator[ScriptMistake]:
     """Without NCCL one place stops with an error, and another goes on with another backend."""
     falls, refuses = None, None
     for piece in pieces:
@@ -38,7 +38,7 @@ def find_two_answers(pieces: Sequence[Piece]) -> Iterator[ScriptMistake]:
     )
 
 
-def find_scaled_services(pieces: Sequence[Piece]) -> Iterator[ScriptMistake]:
+def find_scaled_services(pieces: Sequence[ScriptPiece]) -> Iterator[ScriptMistake]:
     """``docker compose up --scale``: copies of a service that has a fixed rank."""
     fixed = {
         service: (piece.file, line)
