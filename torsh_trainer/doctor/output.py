@@ -25,9 +25,9 @@ def print_json(told: dict[str, Any]) -> None:
     print(json.dumps(mask_tree(told, text=mask_text), indent=2))
 
 
-def write_field(name: str, text: str, *, indent: int = 2) -> list[str]:
+def write_field(name: str, text: str, *, indent: int = 2, column: int = 7) -> list[str]:
     """``text`` behind its ``name``, on lines of 100 columns."""
-    start = f"{'':{indent}}{name:<7}"
+    start = f"{'':{indent}}{name:<{column}}"
     return textwrap.wrap(
         text,
         _WIDTH,

@@ -56,9 +56,9 @@ def write_finding(one: CheckReport) -> list[str]:
     """One finding: its name, and what it saw, why it matters, what mends it."""
     return [
         f"  {one.name}",
-        *write_field("saw", one.result.saw, indent=4),
-        *write_field("why", one.why, indent=4),
-        *write_field("fix", one.result.fix, indent=4),
+        *write_field("saw", one.result.saw, indent=4, column=5),
+        *write_field("why", one.why, indent=4, column=5),
+        *write_field("fix", one.result.fix, indent=4, column=5),
     ]
 
 
