@@ -23,7 +23,7 @@ from tests.doctor.isolation import (
 NETWORK = f"""
 hostname doctorlab
 printf '127.0.0.1 localhost\\n127.0.1.1 doctorlab\\n' > hosts; mount --bind hosts /etc/hosts
-printf 'nameserver 10.98.0.77\\noptions timeout:2 attempts:1\\n' > resolv
+printf 'nameserver 10.98.0.77\\noptions timeout:1 attempts:1\\n' > resolv
 mount --bind resolv /etc/resolv.conf
 ip link set lo up
 ip link add net0 type veth peer name net1
@@ -151,13 +151,16 @@ def test_a_clock_that_is_wrong_and_locks_that_fail_are_named(tmp_path):
 
 def test_root_whom_a_folder_refuses_is_told_of_root_squash(tmp_path):
     """A user namespace: root within, and somebody else's folder without."""
+    python = "/usr/bin/python3"  # what every user may run
+    if not Path(python).exists():
+        pytest.skip(f"no {python}")
     outer = tmp_path / "theirs"
     outer.mkdir(mode=0o755)
     for parent in (tmp_path, *tmp_path.parents):
         if parent.stat().st_uid == os.getuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o055)
     command = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", "unshare"]
-    command += ["--user", "--map-root-user", sys.executable, "-m", "torsh_trainer", "doctor"]
+    command += ["--user", "--map-root-user", python, "-m", "torsh_trainer", "doctor"]
     done = subprocess.run(
         [*command, "--json", "--only", "run_directory", "--dir", str(outer / "runs")],
         capture_output=True,
@@ -165,8 +168,8 @@ def test_root_whom_a_folder_refuses_is_told_of_root_squash(tmp_path):
         cwd="/",
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )
-    if "unshare failed" in done.stderr or "Operation not permitted" in done.stderr:
-        pytest.skip(f"no user namespaces: {done.stderr.strip()}")
+    if done.stderr.startswith("unshare: ") or "Permission denied" in done.stderr:
+        pytest.skip(f"no user namespace that may read this checkout: {done.stderr.strip()}")
     assert done.returncode == 1, done.stderr
     (row,) = json.loads(done.stdout)["checks"]
     assert "root_squash" in row["saw"], row
@@ -185,7 +188,10 @@ def test_a_cgroup_that_grants_half_a_core_little_memory_and_few_processes(tmp_pa
             (root / name).mkdir()
             (root / name / limits[kind]).write_text(values[kind])
         joins = "; ".join(f"echo $$ > {root / name}/cgroup.procs" for root in roots.values())
-        run_isolated(tmp_path, f"{joins}; {doctor('--json')} > cgroup.json || [ $? = 1 ]")
+        run_isolated(
+            tmp_path,
+            f"{joins}; unset OMP_NUM_THREADS; {doctor('--json')} > cgroup.json || [ $? = 1 ]",
+        )
     finally:
         for root in roots.values():
             if (root / name).exists():

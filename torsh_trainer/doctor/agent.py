@@ -76,11 +76,18 @@ def remove_marker(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def try_network(request: dict[str, Any]) -> dict[str, Any]:
-    """All-reduces with other hosts; see ``network.try_all_reduce``."""
+    """All-reduces with other hosts; see ``all_reduce.try_all_reduce``."""
     # Imported late: it loads torch, which the checks do without.
     from torsh_trainer.doctor.all_reduce import try_all_reduce
 
     return try_all_reduce(**request["trial"])
+
+
+def load_torch(request: dict[str, Any]) -> dict[str, Any]:
+    """Loads what ``try_network`` takes."""
+    import torsh_trainer.doctor.all_reduce  # noqa: F401
+
+    return {}
 
 
 _REQUESTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -89,6 +96,7 @@ _REQUESTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "write_marker": write_marker,
     "find_marker": find_marker,
     "remove_marker": remove_marker,
+    "load_torch": load_torch,
     "try_network": try_network,
 }
 

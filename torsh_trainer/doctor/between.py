@@ -43,8 +43,8 @@ def _compare_names(facts: Facts) -> Iterator[CheckReport]:
     """Each host finds each other by the name that the user gives it."""
     for asking, told in facts.items():
         for name, addresses in told["peers"].items():
-            peer = next(host for host in facts if host.rpartition("@")[2] == name)
-            if peer == asking:
+            peer = next((host for host in facts if host.rpartition("@")[2] == name), asking)
+            if peer == asking:  # itself, or one that was not reached
                 continue
             if not addresses:
                 yield _report(

@@ -30,9 +30,7 @@ def collect_facts(machine: Machine, *, folder: Path, peers: Sequence[str]) -> di
     return {
         "host": socket.gethostname(),
         "addresses": sorted(one.address for one in interfaces if one.address),
-        "mtu": {
-            one.name: machine.read_number(f"/sys/class/net/{one.name}/mtu") for one in interfaces
-        },
+        "mtu": {one.name: one.mtu for one in interfaces},
         "peers": {name: sorted(find_addresses(name)) for name in peers},
         "versions": {
             "Python": ".".join(map(str, sys.version_info[:3])),

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_ADDRESS, _FLAGS = 0x8915, 0x8913  # SIOCGIFADDR, SIOCGIFFLAGS of Linux
+_ADDRESS, _FLAGS, _MTU = 0x8915, 0x8913, 0x8921  # SIOCGIFADDR, ..FLAGS, ..MTU of Linux
 _UP, _LOOPBACK = 0x1, 0x8
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "tap", "podman")
 """Beginnings of names that bridges and tunnels of one host have: other hosts do not reach them."""
@@ -22,12 +22,16 @@ _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "tun", "
 
 @dataclass(frozen=True)
 class Interface:
-    """A network interface; ``address`` is its first IPv4 address, empty where it has none."""
+    """A network interface; ``address`` is its first IPv4 address, empty where it has none.
+
+    ``mtu`` in bytes.
+    """
 
     name: str
     address: str
     is_up: bool
     is_loopback: bool
+    mtu: int = 0
 
     @property
     def is_virtual(self) -> bool:
@@ -49,12 +53,13 @@ def list_interfaces() -> list[Interface]:
             except OSError:  # gone since
                 continue
             flags = struct.unpack("H", answer[16:18])[0]
+            mtu = struct.unpack("i", fcntl.ioctl(asks.fileno(), _MTU, request)[16:20])[0]
             try:
                 packed = fcntl.ioctl(asks.fileno(), _ADDRESS, request)[20:24]
                 address = socket.inet_ntoa(packed)
             except OSError:
                 address = ""
-            found.append(Interface(name, address, bool(flags & _UP), bool(flags & _LOOPBACK)))
+            found.append(Interface(name, address, bool(flags & _UP), bool(flags & _LOOPBACK), mtu))
     return found
 
 

@@ -21,7 +21,7 @@ _MOST_PROMISED = 1.25e9
 _SLOWER = 4
 """A pair is slow whose bandwidth is so many times below the others'."""
 
-_TIMEOUT_S = 10.0
+_SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 4.0, 10.0
 _MOST_PAIRS = 28
 _SHORTEST_S = 0.3
 _STAGES = {
@@ -74,7 +74,9 @@ def try_links(
     """All-reduces for about ``seconds``; ``promised``: bytes a second that the slowest link has."""
     if len(agents) < 2:
         return NetworkReport()
-    whole = _try(agents, port=port, seconds=seconds / 2)
+    timeout_s = min(_LONGEST_TIMEOUT_S, max(_SHORTEST_TIMEOUT_S, seconds))
+    ask_all(agents, "load_torch", [{}] * len(agents))  # so that all come to a trial together
+    whole = _try(agents, port=port, seconds=seconds / 2, timeout_s=timeout_s)
     least = max(_LEAST_BANDWIDTH, min(promised or 0.0, _MOST_PROMISED) / 8)
     if not whole.stage and whole.bandwidth >= least:
         return NetworkReport(whole, promised)
@@ -82,18 +84,18 @@ def try_links(
     if len(chosen) > _MOST_PAIRS:
         chosen = [(agents[0], other) for other in agents[1:]]
     each = max(_SHORTEST_S, seconds / 2 / len(chosen))
-    pairs = tuple(_try(pair, port=port, seconds=each) for pair in chosen)
+    pairs = tuple(_try(pair, port=port, seconds=each, timeout_s=timeout_s) for pair in chosen)
     return NetworkReport(whole, promised, pairs, tuple(_judge(pairs, least)))
 
 
-def _try(agents: Sequence[Agent], *, port: int, seconds: float) -> LinkResult:
+def _try(agents: Sequence[Agent], *, port: int, seconds: float, timeout_s: float) -> LinkResult:
     hosts = tuple(agent.host for agent in agents)
     trial = {
         "size": len(agents),
         "address": hosts[0].rpartition("@")[2],
         "port": port,
         "seconds": seconds,
-        "timeout_s": _TIMEOUT_S,
+        "timeout_s": timeout_s,
     }
     requests = [{"trial": {**trial, "rank": rank}} for rank in range(len(agents))]
     answers = ask_all(agents, "try_network", requests)
@@ -111,8 +113,8 @@ def _try(agents: Sequence[Agent], *, port: int, seconds: float) -> LinkResult:
 
 def _judge(pairs: Sequence[LinkResult], least: float) -> Iterator[CheckReport]:
     """The link, or the host, that is slow or broken; none where every pair alone is quick."""
-    working = [pair.bandwidth for pair in pairs if not pair.stage]
-    usual = statistics.median_high(working) if working else 0.0
+    quick = [pair.bandwidth for pair in pairs if not pair.stage and pair.bandwidth >= least]
+    usual = statistics.median_high(quick) if quick else 0.0
     bad = [
         pair
         for pair in pairs

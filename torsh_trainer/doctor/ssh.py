@@ -138,7 +138,7 @@ _ENDS = (
         "systemctl start ssh, there; or give its port: --ssh=-p2222",
     ),
     (
-        "onnection timed out",
+        "timed out",
         "no answer: it is down, or a firewall drops what comes to its port of ssh",
         "ping {host}",
     ),

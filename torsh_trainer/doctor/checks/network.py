@@ -26,7 +26,7 @@ from torsh_trainer.doctor.interfaces import (
 from torsh_trainer.doctor.machine import Machine, find_addresses, wait_for
 from torsh_trainer.environments.reading import LOOPBACK
 
-_SLOW_LOOKUP_S = 1.0
+_SLOW_LOOKUP_S = 0.8
 _LOOKUP_TIMEOUT_S = 12.0
 _CONNECT_TIMEOUT_S = 2.0
 _LEAST_MTU = 1280
@@ -333,10 +333,7 @@ class Mtu(Check):
     )
 
     def look(self, machine: Machine) -> CheckResult:
-        sizes = {
-            one.name: machine.read_number(f"/sys/class/net/{one.name}/mtu") for one in _outward()
-        }
-        known = {name: size for name, size in sizes.items() if size}
+        known = {one.name: one.mtu for one in _outward()}
         if not known:
             return skip_check("no interface beside the loopback")
         saw = ", ".join(f"{name} {size}" for name, size in known.items())
