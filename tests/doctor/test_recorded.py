@@ -287,6 +287,26 @@ def test_a_cgroup_of_the_second_version(tmp_path):
     assert_finding(look("processes", seen), "the cgroup allows 100, and 90 are taken")
 
 
+NFT = """\
+table inet filter {{
+	chain input {{
+		type filter hook input priority filter; policy drop;
+		iif "lo" accept
+		ct state established,related accept
+		tcp dport {ports} accept
+	}}
+}}
+"""
+
+
+def test_a_firewall_of_nftables_that_opens_one_port(tmp_path):
+    def seen(ports: str) -> Machine:
+        return machine(tmp_path, run=Recorded({"nft": NFT.format(ports=ports)}), nodes=2)
+
+    assert_finding(look("firewall", seen("29500")), "no rule allows 32768-60999")
+    assert look("firewall", seen("1024-65535")).outcome == "fine"
+
+
 def test_links_that_are_slow_or_lose(tmp_path, monkeypatch):
     only = [Interface("eth9", "10.0.0.1", is_up=True, is_loopback=False)]
     monkeypatch.setattr(network, "list_interfaces", lambda: only)
@@ -433,6 +453,21 @@ def test_a_check_that_fails_itself_is_a_finding(monkeypatch):
     monkeypatch.setattr(Clock, "look", fail)
     (report,) = examine(Machine({}), only=["clock"]).findings
     assert "the check itself failed: ZeroDivisionError" in report.result.saw
+
+
+def test_a_check_that_hangs_is_a_finding_and_keeps_no_other(monkeypatch):
+    import threading
+
+    from torsh_trainer.doctor import examination
+    from torsh_trainer.doctor.checks.disk import DiskSpace
+
+    never = threading.Event()
+    monkeypatch.setattr(DiskSpace, "look", lambda self, machine: never.wait())
+    monkeypatch.setattr(examination, "_LOOK_TIMEOUT_S", 0.2)
+    disk, clock = examination.examine(Machine({}), only=["disk_space", "clock"]).reports
+    never.set()
+    assert "no answer within 0.2 s" in disk.result.saw
+    assert clock.result.outcome == "fine"
 
 
 def test_every_check_is_provoked():

@@ -24,8 +24,6 @@ from torsh_trainer.errors import TorshError
 MARK = "torsh-doctor "
 """Before each answer: what a login prints beside them is none."""
 
-_MARKER_TIMEOUT_S = 10.0
-
 
 def examine_here(request: dict[str, Any]) -> dict[str, Any]:
     """All checks, and what is held against other hosts."""
@@ -55,9 +53,9 @@ def write_marker(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_marker(request: dict[str, Any]) -> dict[str, Any]:
-    """Waits for the file of another host; ``seen`` is None where it does not come."""
+    """Waits for the file of another host; ``seen`` is seconds, or None where it does not come."""
     path, started = Path(request["path"]), time.monotonic()
-    while time.monotonic() - started < _MARKER_TIMEOUT_S:
+    while time.monotonic() - started < request["patience_s"]:
         try:
             list(path.parent.iterdir())  # has a network file system ask its server anew
             if path.read_text("utf-8") == request["text"]:

@@ -21,8 +21,12 @@ Facts = Mapping[str, Mapping[str, Any]]
 """Host, as the user names it -> what it says of itself."""
 
 
-def compare_hosts(agents: Sequence[Agent], facts: Facts, *, folder: Path) -> list[CheckReport]:
+def compare_hosts(
+    agents: Sequence[Agent], facts: Facts, *, folder: Path, patience_s: float
+) -> list[CheckReport]:
     """What is wrong between the hosts; ``folder`` is where runs go.
+
+    ``patience_s`` is how long a file of one host may take to be seen by the others.
 
     Raises:
         ResourceError: a host is gone meanwhile.
@@ -31,7 +35,7 @@ def compare_hosts(agents: Sequence[Agent], facts: Facts, *, folder: Path) -> lis
         return []
     found = [report for compare in _COMPARISONS for report in compare(facts)]
     found += _compare_clocks(agents)
-    found += _look_for_marker(agents, folder)
+    found += _look_for_marker(agents, folder, patience_s)
     return found
 
 
@@ -158,7 +162,9 @@ def _compare_clocks(agents: Sequence[Agent]) -> Iterator[CheckReport]:
         )
 
 
-def _look_for_marker(agents: Sequence[Agent], folder: Path) -> Iterator[CheckReport]:
+def _look_for_marker(
+    agents: Sequence[Agent], folder: Path, patience_s: float
+) -> Iterator[CheckReport]:
     """A file that the first host writes is seen by the others, and soon."""
     first, *others = agents
     token = secrets.token_hex(8)
@@ -168,7 +174,8 @@ def _look_for_marker(agents: Sequence[Agent], folder: Path) -> Iterator[CheckRep
     }
     try:
         first.ask("write_marker", **marker)
-        answers = ask_all(others, "find_marker", [marker] * len(others))
+        wanted = {**marker, "patience_s": patience_s}
+        answers = ask_all(others, "find_marker", [wanted] * len(others))
     finally:
         first.ask("remove_marker", **marker)
     seen = {agent.host: told.get("seen") for agent, told in zip(others, answers, strict=True)}

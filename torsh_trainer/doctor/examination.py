@@ -10,9 +10,11 @@ from typing import Any
 
 from torsh_trainer import __version__
 from torsh_trainer.doctor.base import Check, CheckResult
-from torsh_trainer.doctor.machine import Machine
+from torsh_trainer.doctor.machine import Machine, wait_for
 from torsh_trainer.errors import ConfigError, nearest
 from torsh_trainer.utils import registry
+
+_LOOK_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -94,12 +96,18 @@ def load_checks(only: Sequence[str] = ()) -> Mapping[str, Check]:
 
 
 def _look(check: Check, machine: Machine, name: str) -> CheckResult:
-    try:
-        return check.look(machine)
-    except Exception as error:  # noqa: BLE001 - one check must not keep the others from looking
-        said = " ".join(f"{type(error).__name__}: {error}".split())
-        return CheckResult(
-            "finding",
-            f"the check itself failed: {said}",
-            f"report it; until then leave it out, with --only and the names of others than {name}",
-        )
+    """What a check saw; one that fails, or hangs as a dead file system does, keeps no other."""
+
+    def look() -> CheckResult:
+        try:
+            return check.look(machine)
+        except Exception as error:  # noqa: BLE001 - a plugin's may raise anything
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            fix = f"report it; until then leave {name} out, with --only and the names of others"
+            return CheckResult("finding", f"the check itself failed: {said}", fix)
+
+    seen = wait_for(look, timeout_s=_LOOK_TIMEOUT_S)
+    if seen is not None:
+        return seen
+    saw = f"no answer within {_LOOK_TIMEOUT_S:g} s: what it looks at hangs"
+    return CheckResult("finding", saw, "dmesg | tail; df (a file system whose server is gone)")

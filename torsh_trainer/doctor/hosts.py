@@ -20,6 +20,7 @@ from torsh_trainer.errors import ResourceError
 from torsh_trainer.utils import registry
 
 _LOOK_TIMEOUT_S = 120.0
+_LEAST_PATIENCE_S = 3.0
 _REPLACED = ("run_directory_shared",)
 """Checks that a look from several hosts at once answers better."""
 
@@ -43,7 +44,10 @@ def examine_hosts(options: argparse.Namespace, *, only: Sequence[str]) -> int:
         reached = [agent for agent in agents if not isinstance(looked[agent.host], ResourceError)]
         answers = {agent.host: looked[agent.host] for agent in reached}
         between = compare_hosts(
-            reached, {name: one["facts"] for name, one in answers.items()}, folder=options.dir
+            reached,
+            {name: one["facts"] for name, one in answers.items()},
+            folder=options.dir,
+            patience_s=max(_LEAST_PATIENCE_S, options.seconds),
         )
         network = try_links(
             reached,

@@ -263,16 +263,20 @@ class Firewall(Check):
         if found := self._find_closed(machine):
             return found
         rules = machine.ask(["iptables", "-S", "INPUT"])
+        if rules.code == 0:
+            drops = "-P INPUT DROP" in rules.out or bool(
+                re.search(r"^-A INPUT -j (DROP|REJECT)\b", rules.out, re.MULTILINE)
+            )
+        else:
+            rules = machine.ask(["nft", "list", "ruleset"])
+            drops = bool(re.search(r"hook input [^;]*; policy drop", rules.out))
         if rules.code != 0:
             why = "its rules cannot be read (root reads them)"
             return pass_check(f"connections to its own address come through; {why}")
-        drops = "-P INPUT DROP" in rules.out or bool(
-            re.search(r"^-A INPUT -j (DROP|REJECT)\b", rules.out, re.MULTILINE)
-        )
         low, high = _local_ports(machine)
         if drops and machine.job_nodes > 1 and not _opens(rules.out, low, high):
             return report_finding(
-                f"iptables drops what no rule allows, and no rule allows {low}-{high}",
+                f"the firewall drops what no rule allows, and no rule allows {low}-{high}",
                 fix=f"iptables -I INPUT -s NETWORK -p tcp --dport {low}:{high} -j ACCEPT, with the "
                 "network of the job's hosts",
             )
@@ -449,14 +453,20 @@ def _local_ports(machine: Machine) -> tuple[int, int]:
 
 
 def _opens(rules: str, low: int, high: int) -> bool:
-    """Whether a rule allows new connections to all ports of the range, or to all ports."""
+    """Whether a rule of iptables or nftables allows new connections to all those ports, or any."""
     for line in rules.splitlines():
-        if not line.startswith("-A INPUT") or not line.endswith("-j ACCEPT"):
+        is_input = line.startswith("-A INPUT") and line.endswith("-j ACCEPT")
+        if not is_input and not re.match(r"\s+[^#]*\baccept$", line):
             continue
-        if "-i lo" in line or "ESTABLISHED" in line or re.search(r"-p (icmp|udp)", line):
+        if re.search(
+            r"-i lo\b|iif(name)? \"?lo|established|-p (icmp|udp)|icmp|udp dport", line, re.I
+        ):
             continue
-        ports = re.search(r"--dports? (\d+)(?::(\d+))?", line)
-        if ports is None or (int(ports[1]) <= low and int(ports[2] or ports[1]) >= high):
+        ports = re.search(r"--?dports? (\d+)(?::(\d+))?|dport (\d+)(?:-(\d+))?", line)
+        if ports is None:
+            return True
+        first, last = (int(text) for text in (ports[1] or ports[3], ports[2] or ports[4] or 0))
+        if first <= low and (last or first) >= high:
             return True
     return False
 
