@@ -31,9 +31,8 @@ def main(folder: Path) -> None:
 
     def look(only: tuple[str, ...] = ()) -> list[dict[str, Any]]:
         looked = _look_at_all(agents, options, only=only)
-        found = compare_hosts(
-            agents, {h: o["facts"] for h, o in looked.items()}, folder=options.dir
-        )
+        facts = {host: one["facts"] for host, one in looked.items()}
+        found = compare_hosts(agents, facts, folder=options.dir, patience_s=2)
         rows = [one.as_dict() for one in found]
         for host, one in looked.items():
             rows += [

@@ -15,7 +15,7 @@ from torsh_trainer.comm import devices, start
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.doctor.command import main
 from torsh_trainer.doctor.explain import explain_logs
-from torsh_trainer.doctor.symptoms import SYMPTOMS
+from torsh_trainer.doctor.symptoms import SYMPTOMS, find_hints
 from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError
 
@@ -112,6 +112,15 @@ def test_symptoms_are_more_than_the_thirty_reported_and_each_names_its_source():
         assert symptom.cause
         assert symptom.fix
         assert symptom.source
+
+
+def test_hints_stand_in_what_their_pattern_finds():
+    """A line is compared with the pattern only where it has a hint: each has to be needed."""
+    assert find_hints(r"in use|(a|b)c? ends, errno: \d+|x{2}y") == ("in use", " ends, errno: ", "y")
+    for symptom in SYMPTOMS:
+        assert all(len(hint) >= 4 for hint in symptom.hints), symptom
+        line = LINES[symptom.name]
+        assert any(hint in line.lower() for hint in symptom.hints), symptom
 
 
 def test_a_log_of_a_run_that_works_is_not_explained():

@@ -67,15 +67,22 @@ class _Search:
         for number, line in enumerate(lines, 1):
             self.lines += 1
             text = shorten(_COLOURS.sub("", line).strip(), _LONGEST)
+            lower = text.lower()
             for symptom in SYMPTOMS:
-                if symptom.pattern.search(text):
+                if symptom.is_said_in(text, lower):
                     known = self.found.get(symptom.name)
                     if known is None:
                         self.found[symptom.name] = Explanation(log, symptom, number, text)
                     else:
                         known.count += 1
-            if self.first_error is None and (_ERROR.search(text) or text.startswith("Traceback")):
+            if self.first_error is None and _is_error(text, lower):
                 self.first_error = (log, number, text)
+
+
+def _is_error(text: str, lower: str) -> bool:
+    if not any(word in lower for word in ("error", "exception", "interrupt", "fatal", "traceback")):
+        return False
+    return text.startswith("Traceback") or _ERROR.search(text) is not None
 
 
 def explain_logs(names: Sequence[str], given: TextIO) -> LogReading:

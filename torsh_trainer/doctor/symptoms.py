@@ -23,12 +23,50 @@ class Symptom:
     fix: str
     source: str
     follows: bool = False
+    hints: tuple[str, ...] = ()
+
+    def is_said_in(self, text: str, lower: str) -> bool:
+        """Whether a line says it; ``lower`` is the line in small letters.
+
+        ``hints`` are words of which a line has to have one: comparing them is many times quicker
+        than the pattern, and logs are long.
+        """
+        return any(hint in lower for hint in self.hints) and bool(self.pattern.search(text))
+
+
+def find_hints(pattern: str) -> tuple[str, ...]:
+    """For each alternative of a pattern, the longest text that stands in it as it is.
+
+    Empty text, which every line has, for one that has none.
+    """
+    hints = []
+    for alternative in _split_alternatives(pattern):
+        outside = re.sub(
+            r"\((?:[^()]|\([^()]*\))*\)[?*+]?|\[[^]]*\][?*+]?|\\.[?*+]?", "\0", alternative
+        )
+        outside = re.sub(r".(?:[?*]|\{[^}]*\})|[.^$+]", "\0", outside)
+        hints.append(max(outside.split("\0"), key=len).lower())
+    return tuple(dict.fromkeys(hints))
+
+
+def _split_alternatives(pattern: str) -> list[str]:
+    """At each ``|`` outside of brackets."""
+    parts, depth = [""], 0
+    for at, character in enumerate(pattern):
+        escaped = at > 0 and pattern[at - 1] == "\\"
+        depth += 0 if escaped else (character in "([") - (character in ")]")
+        if character == "|" and depth == 0 and not escaped:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def _row(
     name: str, pattern: str, cause: str, fix: str, source: str, *, follows: bool = False
 ) -> Symptom:
-    return Symptom(name, re.compile(pattern, re.IGNORECASE), cause, fix, source, follows)
+    words = re.compile(pattern, re.IGNORECASE)
+    return Symptom(name, words, cause, fix, source, follows, find_hints(pattern))
 
 
 SYMPTOMS: tuple[Symptom, ...] = (
@@ -44,7 +82,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     ),
     _row(
         "rendezvous_unknown_self",
-        r"(rendezvous|rdzv).*(could not be reached|cannot be reached)|"
+        r"(rendezvous|rdzv).* could not be reached|(rendezvous|rdzv).* cannot be reached|"
         r"RendezvousConnectionError|unable to (become|find) the (rendezvous )?(host|master)",
         "no host takes itself for the one that the rendezvous endpoint names, so none serves it: "
         "name and address of the endpoint are not what that host knows itself by",
@@ -56,7 +94,8 @@ SYMPTOMS: tuple[Symptom, ...] = (
         "name_unresolved",
         r"\bin getfqdn\b|Temporary failure in name resolution|Name or service not known|"
         r"gaierror|No address associated with hostname|"
-        r"(IPv[46] network addresses of|The hostname of the client socket cannot be retrieved)",
+        r"network addresses of .* cannot be retrieved|"
+        r"The hostname of the client socket cannot be retrieved",
         "a host name has no address: that of this host (torchrun looks its full name up) or "
         "MASTER_ADDR",
         "python -m torsh_trainer doctor --only host_name,reverse_lookup,master_address; add the "
@@ -168,7 +207,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _row(
         "tasks_differ",
         r"You set `?--ntasks|does not match.*(SLURM|--ntasks)|"
-        r"(SLURM_NTASKS|--ntasks).*(does not match|mismatch|differs)",
+        r"(SLURM_NTASKS|--ntasks).*does not match|SLURM_NTASKS.*(mismatch|differs)",
         "the number of Slurm's tasks is not the number of devices that the program counts on: it "
         "waits for processes that nobody starts",
         "#SBATCH --ntasks-per-node equal to the GPUs of a node, and start with srun",
