@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import socket
+import sys
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from tests.doctor.isolation import why_not_isolated
 from torsh_trainer.comm import devices, start
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.doctor.command import main
@@ -199,6 +201,58 @@ def test_torch_says_these_words(monkeypatch, capfd):
     store = dist.HashStore()
     said = words(lambda: dist.init_process_group("gloo", store=store, rank=0, world_size=1))
     assert "interface_missing" in names(said), said
+
+
+@pytest.mark.exhaustive
+def test_torch_says_these_words_of_a_store_with_too_many():
+    store = dist.HashStore()
+    store.add("store_based_barrier_key:x", 15)
+    with pytest.raises(RuntimeError) as caught:
+        dist.distributed_c10d._store_based_barrier(
+            0, store, "x", 8, timedelta(seconds=1), logging_interval=timedelta(milliseconds=200)
+        )
+    assert "stale_workers" in names(str(caught.value)), str(caught.value)
+
+
+FAILS = "import sys; sys.exit(1)"
+FILES = """
+import resource, torch
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, at): return [torch.zeros(2) for _ in range(64)]
+if __name__ == "__main__":
+    held = list(torch.utils.data.DataLoader(Data(), num_workers=1, collate_fn=list))
+"""
+SHARED = """
+import torch
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, at): return torch.zeros(2**22)
+if __name__ == "__main__":
+    list(torch.utils.data.DataLoader(Data(), num_workers=1))
+"""
+
+
+@pytest.mark.exhaustive
+def test_torchrun_and_loaders_say_these_words(tmp_path, run_command):
+    """Programs that fail for real: a worker, a rendezvous, few files, a small /dev/shm."""
+    for name, text in (("fails", FAILS), ("files", FILES), ("shared", SHARED)):
+        (tmp_path / f"{name}.py").write_text(text)
+
+    def said(*command: str) -> list[str]:
+        done = run_command(list(command), cwd=tmp_path)
+        assert done.returncode != 0
+        return names(f"{done.stdout}\n{done.stderr}")
+
+    run = (sys.executable, "-m", "torch.distributed.run")
+    assert "child_failed" in said(*run, "--nproc-per-node", "1", "fails.py")
+    meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    assert "rendezvous_timeout" in said(*run, *meet, "--rdzv-conf", "join_timeout=1", "fails.py")
+    assert "open_files" in said("timeout", "15", sys.executable, "files.py")  # it hangs afterwards
+    if not why_not_isolated():
+        small = f"mount -t tmpfs -o size=8m shm /dev/shm; {sys.executable} shared.py"
+        assert "shared_memory" in said("unshare", "--mount", "bash", "-c", small)
 
 
 def test_this_trainer_says_these_words():

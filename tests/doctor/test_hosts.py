@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from tests.doctor.isolation import REPOSITORY, build_lies, doctor, why_not_isolated
 from torsh_trainer.doctor.between import _COMPARISONS
+from torsh_trainer.doctor.explain import explain_logs
 from torsh_trainer.doctor.links import LinkResult, _judge
 from torsh_trainer.doctor.ssh import Agent, SshOptions
 from torsh_trainer.errors import ResourceError
@@ -82,6 +84,17 @@ def test_healthy_hosts_and_then_one_fault_after_the_other(tmp_path):
     assert "on lab3 lab1 is 10.99.0.3" in names["peer_names"]
     assert "1400 on lab2" in names["mtu_differs"]
     assert "is not seen by lab3" in names["shared_folder"]
+
+    assert told["mesh"].startswith("they cannot connect (Gloo connectFullMesh failed")
+    explained = explain_logs(["-"], io.StringIO(told["mesh"])).explanations
+    assert "loopback_host_name" in [one.symptom.name for one in explained], told["mesh"]
+
+    refusals = told["refusals"]
+    assert "its host key is not known here; compare it: ssh lab1" in refusals["unknown"]
+    assert "its host key is another than the one that is known" in refusals["changed"]
+    assert "it lets nobody in with the keys that are here; ssh-copy-id lab1" in refusals["key"]
+    assert "nothing listens for ssh there" in refusals["port"]
+    assert "the Python of this host is not there" in refusals["python"]
 
 
 @pytest.mark.usefixtures("_lab")

@@ -24,6 +24,7 @@ _SLOWER = 4
 _SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 4.0, 10.0
 _MOST_PAIRS = 28
 _SHORTEST_S = 0.3
+_LOOPBACK = "[127."
 _STAGES = {
     "meet": "they cannot connect",
     "small": "they connect, and nothing comes through",
@@ -102,7 +103,10 @@ def _try(agents: Sequence[Agent], *, port: int, seconds: float, timeout_s: float
     failed = [told for told in answers if "error" in told]
     if failed:
         order = {stage: at for at, stage in enumerate(("large", "small", "meet"))}
-        told = min(failed, key=lambda one: order[one.get("stage", "meet")])
+        told = min(
+            failed,
+            key=lambda one: (order[one.get("stage", "meet")], _LOOPBACK not in one["error"]),
+        )
         return LinkResult(hosts, told.get("stage", "meet"), told["error"])
     return LinkResult(
         hosts,
@@ -143,6 +147,11 @@ def _fix(pair: LinkResult) -> str:
         return (
             f"on {one}: ping -M do -s 1472 {other} finds the size that fits; ip link set INTERFACE "
             "mtu N on both (MTU), or let ICMP 'fragmentation needed' through the firewall"
+        )
+    if pair.stage and _LOOPBACK in pair.error:
+        return (
+            f"a host name is the loopback's: on {one} and {other}, getent hosts $(hostname); write "
+            "the host's own address for it into /etc/hosts, or export GLOO_SOCKET_IFNAME"
         )
     if pair.stage:
         return (

@@ -261,6 +261,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _row(
         "shared_memory",
         r"Bus error|unhandled system error|insufficient shared memory|"
+        r"unable to allocate shared memory|"
         r"No space left on device.*/dev/shm|/dev/shm.*No space left|unable to (write|mmap).*shm",
         "/dev/shm is too small for loader workers and NCCL: 64 MB in a container by default",
         "docker run --shm-size=8g (Compose shm_size, Kubernetes an emptyDir of medium Memory at "
