@@ -201,21 +201,27 @@ def fabric(*states: str, uverbs: bool = True) -> dict[str, str]:
 
 
 def test_ports_of_infiniband(tmp_path):
-    up, down = "4: ACTIVE", "1: DOWN"
-    assert look("infiniband", machine(tmp_path / "up", fabric(up, up))).outcome == "fine"
-    half = machine(tmp_path / "half", fabric(up, down))
-    assert_finding(look("infiniband", half), "mlx5_1:1 1: DOWN", "NCCL_IB_HCA=mlx5_0:1")
-    assert_finding(look("infiniband", machine(tmp_path / "down", fabric(down))), "opensm")
-    boxed = machine(tmp_path / "boxed", fabric(up, uverbs=False))
-    assert_finding(look("infiniband", boxed), "uverbs", "--device /dev/infiniband")
+    up, down, waits = "4: ACTIVE", "1: DOWN", "2: INIT"
+
+    def seen(name: str, *states: str, **options: Any) -> CheckResult:
+        nodes = options.pop("nodes", 2)
+        return look("infiniband", machine(tmp_path / name, fabric(*states, **options), nodes=nodes))
+
+    assert seen("up", up, up).outcome == "fine"
+    assert seen("half", up, down).outcome == "fine", "NCCL passes over a port that is down"
+    assert_finding(seen("down", down), "mlx5_0:1 1: DOWN", "opensm")
+    assert_finding(seen("waits", up, waits), "mlx5_1:1 2: INIT", "opensm")
+    assert_finding(seen("boxed", up, uverbs=False), "uverbs", "--device /dev/infiniband")
+    assert seen("alone", down, nodes=1).outcome == "fine"
 
 
 def test_memory_that_may_not_be_locked_beside_infiniband(tmp_path, monkeypatch):
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64 * 1024, 64 * 1024))
-    result = look("locked_memory", machine(tmp_path, fabric("4: ACTIVE")))
-    assert_finding(result, "ulimit -l is 64 kB", "memlock unlimited")
+    two = machine(tmp_path, fabric("4: ACTIVE"), nodes=2)
+    assert_finding(look("locked_memory", two), "ulimit -l is 64 kB", "memlock unlimited")
+    assert look("locked_memory", machine(tmp_path, fabric("4: ACTIVE"))).outcome == "fine"
 
 
 MEMINFO = """\

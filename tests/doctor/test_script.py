@@ -592,13 +592,15 @@ def test_what_was_not_read_is_said(tmp_path, capsys):
     """A loop without end for the reader, and a block of a page that is no YAML."""
     many = write(tmp_path, "many.sh", "for ((i = 0; i < 9000; i++)); do echo $i; done\n")
     page = write(tmp_path, "page.md", "```yaml\na: [1\n```\n```bash\necho 'one\n```\n")
-    found = read_files([many, page])
+    pod = write(tmp_path, "pod.yaml", "apiVersion: v1\nkind: Pod\n")
+    found = read_files([many, page, pod])
     assert found.mistakes == ()
-    assert len(found.unread) == 3
-    assert main(["script", str(many), str(page)]) == 0
+    assert len(found.unread) == 4
+    assert main(["script", str(many), str(page), str(pod)]) == 0
     out = capsys.readouterr().out
     assert f"not read: {many}:1: it would run more than 5000 commands" in out
     assert f"not read: {page}:" in out
+    assert f"not read: {pod}:1: of kind Pod: only Jobs are judged" in out
 
 
 def test_what_cannot_be_read_is_refused(tmp_path):

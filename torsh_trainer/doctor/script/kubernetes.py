@@ -9,6 +9,12 @@ from torsh_trainer.doctor.script.base import PieceRule, ScriptMistake, ScriptPie
 from torsh_trainer.translate.nodes import Node
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
+_OTHER_WORKLOADS = frozenset(
+    (
+        *("Pod", "Deployment", "StatefulSet", "DaemonSet", "CronJob"),
+        *("JobSet", "TrainJob", "PyTorchJob", "MPIJob", "RayJob"),
+    )
+)
 _LAUNCHERS = re.compile(r"torchrun|torch\.distributed|torsh_trainer|accelerate|deepspeed")
 _RANKS = ("RANK", "NODE_RANK", "JOB_COMPLETION_INDEX", "GROUP_RANK")
 
@@ -158,6 +164,12 @@ def find_odd_resources(piece: ScriptPiece) -> Iterator[ScriptMistake]:
                     why="GPUs are given by limits: a request alone is refused",
                     fix=f"limits: {{{key}: {value}}}",
                 )
+
+
+def why_not_judged(piece: ScriptPiece) -> str:
+    """Why a workload is not looked at; empty for a Job, and for what starts nothing."""
+    kind = str(_value(piece.root, "kind")) if piece.root is not None else ""
+    return f"of kind {kind}: only Jobs are judged" if kind in _OTHER_WORKLOADS else ""
 
 
 def _job(piece: ScriptPiece) -> Node | None:

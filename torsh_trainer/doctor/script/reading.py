@@ -58,6 +58,8 @@ def read_files(paths: Sequence[Path]) -> ScriptExamination:
     for piece in pieces:
         if piece.kind == "shell" and (why := why_unread(piece)):
             unread.append(f"{piece.file}:{piece.first}: {why}")
+        if piece.kind == "kubernetes" and (why := kubernetes.why_not_judged(piece)):
+            unread.append(f"{piece.file}:{piece.first}: {why}")
         for rule in RULES[piece.kind]:
             found += rule(piece)
     for check in together.RULES:
