@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from torsh_trainer.doctor.output import FOUND, print_json, show
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.utils.arguments import VerbParser
 
 _DESCRIPTION = """\
 Looks for what stops a job from starting, or slows it, on this host (or on all that --hosts names):
@@ -80,7 +80,7 @@ def _examine(options: argparse.Namespace) -> int:
 
 
 def _explain(argv: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = VerbParser(
         prog="python -m torsh_trainer doctor explain",
         description="Finds the errors of distributed starts in a log, and says what causes them "
         "and what helps. Exits with 0 where it explains something, 1 where it knows nothing in "
@@ -100,7 +100,7 @@ def _explain(argv: Sequence[str]) -> int:
 
 
 def _script(argv: Sequence[str]) -> int:
-    parser = _Parser(
+    parser = VerbParser(
         prog="python -m torsh_trainer doctor script",
         description="Reads launch scripts (shell, Slurm, PBS), Dockerfiles, Compose files, "
         "Kubernetes manifests, and pages that hold them, and names their mistakes with line and "
@@ -133,14 +133,8 @@ def _check_count(name: str, value: int | None, *, most: int) -> None:
         raise ConfigError(f"--{name} {value} is out of range", fix=f"give 1 to {most}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        words = self.prog.partition("torsh_trainer ")[2]
-        raise ConfigError(f"{words}: {message}", fix=f"{words} --help shows what there is")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> VerbParser:
+    parser = VerbParser(
         prog="python -m torsh_trainer doctor",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
