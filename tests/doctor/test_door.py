@@ -27,6 +27,7 @@ from torsh_trainer.utils import registry
         (["--wrong"], r"unrecognized arguments: --wrong; doctor --help"),
         (["explain"], r"doctor explain: the following arguments are required: LOG"),
         (["script"], r"doctor script: the following arguments are required: FILE"),
+        (["--launcher", "slurm"], r"--launcher slurm is not there.*srun python -m torsh_trainer"),
         (["--hosts", ","], r"--hosts names none"),
         (["--hosts", "a,a"], r"names a twice"),
         (["--hosts", "-oProxyCommand=x"], r"expected one argument|no name of a host"),

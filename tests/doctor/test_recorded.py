@@ -3,8 +3,12 @@ down, in the form that nvidia-smi and the kernel tell of them (no GPU was there 
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -449,6 +453,21 @@ def test_a_file_that_hides_a_library(tmp_path, monkeypatch):
     assert_finding(look("shadowed_modules", Machine({})), "hides the library torch", "mv torch.py")
 
 
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    plain = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "torsh_trainer", "doctor", "--json", "--only", "locale"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**environment, **plain},
+    )
+    assert done.returncode == 1, done.stderr
+    (row,) = json.loads(done.stdout)["checks"]
+    assert_finding(CheckResult(row["outcome"], row["saw"], row["fix"]), "ascii", "LC_ALL=C.UTF-8")
+
+
 def test_a_check_that_fails_itself_is_a_finding(monkeypatch):
     from torsh_trainer.doctor.checks.clock import Clock
     from torsh_trainer.doctor.examination import examine
@@ -484,4 +503,6 @@ def test_every_check_is_provoked():
     )
     names = load_checks()
     assert len(names) >= 50
-    assert [name for name in names if f'"{name}"' not in text] == []
+    as_finding = r'(told\([^"]*|assert_finding\(look\(|look\(|^ +\(|^ +|"--only", )"{}"'
+    missing = [n for n in names if not re.search(as_finding.format(n), text, re.MULTILINE)]
+    assert missing == []

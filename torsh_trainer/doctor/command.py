@@ -60,6 +60,12 @@ def _examine(options: argparse.Namespace) -> int:
         _check_count(name, getattr(options, name), most=65535 if name == "port" else 10**6)
     if not 0 < options.seconds < 3600:
         raise ConfigError(f"--seconds {options.seconds} is not positive", fix="give 1 to 3600")
+    if options.launcher is not None:
+        raise ConfigError(
+            f"doctor --launcher {options.launcher} is not there: it asks no scheduler for hosts",
+            fix="name them with --hosts, or look from within a job: srun python -m torsh_trainer "
+            "doctor",
+        )
     if options.hosts is not None:
         from torsh_trainer.doctor.hosts import examine_hosts
 
@@ -162,6 +168,7 @@ def _parser() -> VerbParser:
         help="where runs and checkpoints go (default: runs)",
     )
     add("--hosts", metavar="HOST,...", help="look at each of these over ssh, and at their network")
+    add("--launcher", help=argparse.SUPPRESS)
     add("--python", metavar="PATH", help="of --hosts: Python there (default: this one's path)")
     add(
         "--ssh",
