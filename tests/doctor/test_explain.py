@@ -67,6 +67,8 @@ LINES = {
     "more_processors": "srun: error: Unable to create step for job 7: More processors requested "
     "than permitted",
     "old_slurm": "srun: unrecognized option '--gpus-per-task'",
+    "job_pends": "  7  gpu  train  me PD  0:00  9 (PartitionConfig)",
+    "log_folder": "7  train  FAILED      0:53",
     "time_limit": "slurmstepd: error: *** JOB 7 ON node1 CANCELLED AT 12:00 DUE TO TIME LIMIT ***",
     "efa_fallback": "NCCL WARN NET/OFI aws-ofi-nccl initialization failed",
     "another_failed_first": "Process failed on node 1, got signal: 15",

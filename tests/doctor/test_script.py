@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -523,10 +526,8 @@ CONTRADICTIONS = {
 
 
 def write(folder: Path, name: str, text: str) -> Path:
-    import textwrap
-
     path = folder / name
-    path.write_bytes(textwrap.dedent(text).encode())
+    path.write_bytes(dedent(text).encode())
     return path
 
 
@@ -580,6 +581,26 @@ def test_the_page_and_the_json_say_the_same(tmp_path, capsys):
     assert (mistake["line"], mistake["name"]) == (4, "torchrun_overrides_rank")
     right = write(tmp_path, "one.sh", RIGHT["one.sh"])
     assert main(["script", str(right)]) == 0
+
+
+def test_texts_cut_anywhere_are_read_or_refused(tmp_path):
+    """Whatever stands in a file: mistakes, or one error in words."""
+    draw = random.Random(0)
+    texts = [dedent(case[1]) for case in WRONG.values()] + [dedent(text) for text in RIGHT.values()]
+    odd = ("'", '"', "$(", "}", "\\", "---\n", "```\n", "| tee x\n", "null", "[]", "- 1\n", "\t")
+    files = ("x.md", "x.sh", "x.yaml", "Dockerfile", "x.py", "x.pbs")
+    read = 0
+    for number in range(400):
+        text = draw.choice(texts)[draw.randrange(20) :]
+        for _ in range(draw.randrange(6)):
+            at = draw.randrange(len(text) + 1)
+            text = text[:at] + draw.choice(odd) + text[at + draw.randrange(3) :]
+        path = tmp_path / files[number % len(files)]
+        path.write_text(text)
+        with contextlib.suppress(ConfigError):
+            read_files([path])
+            read += 1
+    assert read > 200
 
 
 def test_nothing_of_a_script_is_executed(tmp_path):

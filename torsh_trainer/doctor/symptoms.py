@@ -334,6 +334,22 @@ SYMPTOMS: tuple[Symptom, ...] = (
         "skypilot-org/skypilot#8907",
     ),
     _row(
+        "job_pends",
+        r"PartitionConfig|PartitionNodeLimit|BadConstraints|ReqNodeNotAvail|"
+        r"\((AssocGrp|AssocMax|QOSMax|QOSGrp)\w+\)|Reason=(AssocGrp|AssocMax|QOSMax|QOSGrp)\w+",
+        "the job asks for what its partition or account never gives: it waits for ever",
+        "scontrol show job JOB | grep Reason; scontrol show partition; ask for fewer nodes or "
+        "GPUs, less time, or name another --partition",
+        "Slurm, tried with sbatch -N 9 on four nodes",
+    ),
+    _row(
+        "log_folder",
+        r"FAILED\s+0:53",
+        "Slurm could not open the job's output: the folder of --output is not there",
+        "mkdir -p the folder of #SBATCH --output before sbatch; doctor script JOB finds it",
+        "Slurm, tried with a missing folder",
+    ),
+    _row(
         "time_limit",
         r"DUE TO TIME LIMIT|walltime.*exceeded|TERM_RUNLIMIT",
         "the job reached its time limit",

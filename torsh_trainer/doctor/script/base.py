@@ -57,6 +57,19 @@ class ScriptPiece:
             if line.strip():
                 yield number, line
 
+    def joined_lines(self) -> Iterator[tuple[int, str]]:
+        """Lines without remarks, those that go on behind a backslash as one; the first's number."""
+        held, first = "", 0
+        for number, line in self.lines():
+            if line.lstrip().startswith("#"):
+                continue
+            first = first or number
+            if line.rstrip().endswith("\\"):
+                held += line.rstrip()[:-1] + " "
+                continue
+            yield first, (held + line).strip()
+            held, first = "", 0
+
     def mistake(self, name: str, line: int, *, why: str, fix: str, said: str = "") -> ScriptMistake:
         """One of this piece; ``said`` is the line where nothing else is given."""
         return ScriptMistake(name, self.file, line, said or self.line(line), why, fix)

@@ -13,18 +13,10 @@ _PLACES = re.compile(r"\b(RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR)[= ]"
 
 
 def instructions(piece: ScriptPiece) -> Iterator[tuple[int, str, str]]:
-    """(line, instruction, its words) in order, continued lines joined."""
-    held, first = "", 0
-    for number, line in piece.lines():
-        if line.lstrip().startswith("#"):
-            continue
-        first = first or number
-        if line.rstrip().endswith("\\"):
-            held += line.rstrip()[:-1] + " "
-            continue
-        name, _, rest = (held + line).strip().partition(" ")
-        yield first, name.upper(), rest.strip()
-        held, first = "", 0
+    """(line, instruction, its words) in order."""
+    for number, line in piece.joined_lines():
+        name, _, rest = line.partition(" ")
+        yield number, name.upper(), rest.strip()
 
 
 def find_absent_tools(piece: ScriptPiece) -> Iterator[ScriptMistake]:
@@ -54,7 +46,7 @@ def find_absent_tools(piece: ScriptPiece) -> Iterator[ScriptMistake]:
 def find_cuda_tag(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A tag of nvidia/cuda that was never published, or that moves."""
     for line, name, rest in instructions(piece):
-        if name != "FROM":
+        if name != "FROM" or not rest:
             continue
         image = rest.split()[0]
         short = re.match(r"nvidia/cuda:(\d+\.\d+)-", image)

@@ -220,11 +220,8 @@ def find_lost_exit_code(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A launch whose exit code is that of ``tee``."""
     if "pipefail" in piece.text or "PIPESTATUS" in piece.text or not piece.is_whole:
         return
-    joined = piece.text.replace("\\\n", "  ")
-    for line in joined.splitlines():
-        code = line.strip()
-        if _LAUNCH.search(code) and not code.startswith("#"):
-            number = next(n for n, said in piece.lines() if said.strip()[:30] == code[:30].rstrip())
+    for number, line in piece.joined_lines():
+        if _LAUNCH.search(line):
             yield piece.mistake(
                 "exit_code_is_lost",
                 number,
