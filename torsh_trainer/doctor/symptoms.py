@@ -336,7 +336,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _row(
         "job_pends",
         r"PartitionConfig|PartitionNodeLimit|BadConstraints|ReqNodeNotAvail|"
-        r"\((AssocGrp|AssocMax|QOSMax|QOSGrp)\w+\)|Reason=(AssocGrp|AssocMax|QOSMax|QOSGrp)\w+",
+        r"[(=]AssocGrp\w+|[(=]AssocMax\w+|[(=]QOSMax\w+|[(=]QOSGrp\w+",
         "the job asks for what its partition or account never gives: it waits for ever",
         "scontrol show job JOB | grep Reason; scontrol show partition; ask for fewer nodes or "
         "GPUs, less time, or name another --partition",
