@@ -30,6 +30,7 @@ from torsh_trainer.utils import registry
         (["--launcher", "slurm"], r"--launcher slurm is not there.*srun python -m torsh_trainer"),
         (["--hosts", ","], r"--hosts names none"),
         (["--hosts", "a,a"], r"names a twice"),
+        (["--hosts", "a", "--only", "disk_spice"], r"did you mean 'disk_space'"),
         (["--hosts", "-oProxyCommand=x"], r"expected one argument|no name of a host"),
         (["--hosts", "a;reboot"], r"'a;reboot' is no name of a host"),
         (["--hosts", "$(reboot)"], r"is no name of a host"),

@@ -53,8 +53,9 @@ def _examine(options: argparse.Namespace) -> int:
     only = [name.strip() for text in options.only for name in text.split(",") if name.strip()]
     if options.only and not only:
         raise ConfigError("--only names nothing", fix="leave it out for all checks")
+    checks = load_checks(only)
     if options.list:
-        print(write_list(load_checks(only).items()))
+        print(write_list(checks.items()))
         return 0
     for name in ("nodes", "processes", "port"):
         _check_count(name, getattr(options, name), most=65535 if name == "port" else 10**6)

@@ -57,7 +57,7 @@ class ScriptPiece:
             if line.strip():
                 yield number, line
 
-    def joined_lines(self) -> Iterator[tuple[int, str]]:
+    def join_lines(self) -> Iterator[tuple[int, str]]:
         """Lines without remarks, those that go on behind a backslash as one; the first's number."""
         held, first = "", 0
         for number, line in self.lines():

@@ -14,7 +14,7 @@ _PLACES = re.compile(r"\b(RANK|LOCAL_RANK|NODE_RANK|WORLD_SIZE|MASTER_ADDR)[= ]"
 
 def instructions(piece: ScriptPiece) -> Iterator[tuple[int, str, str]]:
     """(line, instruction, its words) in order."""
-    for number, line in piece.joined_lines():
+    for number, line in piece.join_lines():
         name, _, rest = line.partition(" ")
         yield number, name.upper(), rest.strip()
 

@@ -220,7 +220,7 @@ def find_lost_exit_code(piece: ScriptPiece) -> Iterator[ScriptMistake]:
     """A launch whose exit code is that of ``tee``."""
     if "pipefail" in piece.text or "PIPESTATUS" in piece.text or not piece.is_whole:
         return
-    for number, line in piece.joined_lines():
+    for number, line in piece.join_lines():
         if _LAUNCH.search(line):
             yield piece.mistake(
                 "exit_code_is_lost",
