@@ -102,6 +102,16 @@ def test_a_finding_exits_with_1_and_hides_secrets(capsys, monkeypatch):
     assert told["checks"][0]["outcome"] == "finding"
 
 
+def test_within_a_job_of_torchrun_nothing_is_wrong(run_command, tmp_path):
+    """Its agent has the port, both processes look at once, and one of them is not the first."""
+    names = "master_port,firewall,master_address,rank_variables,duplicate_ranks,scheduler_tasks"
+    words = ["doctor", "--json", "--only", f"{names},rank_environment,threads,local_ports"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    done = run_command([*run, sys.executable, "-m", "torsh_trainer", *words], cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count('"findings": 0') == 2
+
+
 def test_json_with_a_secret_is_json(capsys):
     command.print_json({"env": {"api_key": "hunter2", "said": "token=hunter2, x"}, "n": [1]})
     out = capsys.readouterr().out

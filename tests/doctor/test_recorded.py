@@ -382,13 +382,19 @@ def test_faults_of_variables(name, env, words):
     assert_finding(look(name, Machine(env)), *words)
 
 
-def test_threads_that_outnumber_the_cores():
+def test_threads_that_outnumber_the_cores(monkeypatch):
     cores = len(os.sched_getaffinity(0))
     many = {"OMP_NUM_THREADS": str(cores)}
     assert_finding(look("threads", Machine(many, processes=4)), "4 processes", "OMP_NUM_THREADS=1")
     started = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     assert_finding(look("threads", Machine(started)), "OMP_NUM_THREADS is not set")
     assert look("threads", Machine({"OMP_NUM_THREADS": "1"}, processes=cores)).outcome == "fine"
+    # Bound to a core, as srun and mpirun bind a task: the core is this process's alone.
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert look("threads", Machine(started)).outcome == "fine"
+    assert look("threads", Machine({**started, "OMP_NUM_THREADS": "1"})).outcome == "fine"
+    assert_finding(look("threads", Machine({**started, "OMP_NUM_THREADS": "4"})), "on 1 cores")
 
 
 def test_variables_of_a_job_that_is_right_have_no_finding():

@@ -145,6 +145,17 @@ class Machine:
         return bool(find_addresses(address) & own_addresses())
 
     @property
+    def serves_store(self) -> bool:
+        """This process is who would listen at the job's port: rank 0, where no other does already.
+
+        torchrun's agent serves the store itself, before it starts the processes.
+        """
+        world = self._world
+        if world is None or world.size == 1:
+            return self.is_master and not self.node_rank
+        return world.is_rank_zero and not (world.rendezvous and world.rendezvous.hosted)
+
+    @property
     def cores(self) -> float:
         """Cores that this process may use: its affinity, and the quota of its cgroups."""
         quota = self.cpu_quota

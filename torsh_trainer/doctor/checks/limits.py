@@ -144,7 +144,9 @@ class Threads(Check):
     def look(self, machine: Machine) -> CheckResult:
         said, cores = machine.env.get("OMP_NUM_THREADS", "").strip(), max(1, int(machine.cores))
         processes = machine.job_processes
-        if processes < 2:
+        if _is_started_apart(machine) and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+            processes = 1  # bound: these cores are this process's alone
+        if processes < 2 and (not said.isdigit() or int(said) <= cores):
             return pass_check(f"one process, {cores} cores")
         fix = f"export OMP_NUM_THREADS={max(1, cores // processes)}"
         if not said:

@@ -205,8 +205,8 @@ class MasterPort(Check):
 
     def look(self, machine: Machine) -> CheckResult:
         port = machine.job_port
-        if machine.node_rank or not machine.is_master:
-            return skip_check(f"port {port} is another host's to serve")
+        if not machine.serves_store:
+            return skip_check(f"port {port} is another's to serve: rank 0's, or torchrun's agent's")
         for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
             try:
                 _bind(family, address, port)
@@ -284,7 +284,7 @@ class Firewall(Check):
 
     def _find_closed(self, machine: Machine) -> CheckResult | None:
         addresses = [one.address for one in _outward()] or ["127.0.0.1"]
-        for port in (machine.job_port, 0):
+        for port in (machine.job_port, 0) if machine.serves_store else (0,):
             try:
                 with socket.create_server((addresses[0], port)) as server:
                     number = server.getsockname()[1]
@@ -317,7 +317,7 @@ class LocalPorts(Check):
         if high - low + 1 < _LEAST_PORTS:
             return report_finding(saw, fix="sysctl -w net.ipv4.ip_local_port_range='32768 60999'")
         said = machine.port or machine.env.get("MASTER_PORT")
-        if said and low <= machine.job_port <= high:
+        if said and machine.serves_store and low <= machine.job_port <= high:
             reserved = machine.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""
             if str(machine.job_port) not in reserved:
                 return report_finding(
