@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.doctor.isolation import REPOSITORY, build_lies, doctor, why_not_isolated
-from torsh_trainer.doctor.between import _COMPARISONS
+from torsh_trainer.doctor import agent
+from torsh_trainer.doctor.between import _COMPARISONS, _look_for_marker
 from torsh_trainer.doctor.explain import explain_logs
 from torsh_trainer.doctor.links import LinkResult, _judge
 from torsh_trainer.doctor.ssh import Agent, SshOptions
@@ -139,10 +140,10 @@ def test_what_keeps_a_host_out_is_told_in_words(tmp_path, monkeypatch, said, wor
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with (
-        Agent("node1", SshOptions((), "python")) as agent,
+        Agent("node1", SshOptions((), "python")) as node,
         pytest.raises(ResourceError, match=f"node1: .*{words}"),
     ):
-        agent.ask("tell_time")
+        node.ask("tell_time")
 
 
 FACTS = {
@@ -182,6 +183,24 @@ def test_what_differs_between_two_hosts_is_told(change, name, words):
     assert report.name == name
     assert words in report.result.saw
     assert report.result.fix
+
+
+class InThisProcess:
+    """An agent without a host: it does here what it would do there."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    def ask(self, do: str, **request: Any) -> Any:
+        return agent._REQUESTS[do](request)
+
+
+def test_a_folder_that_the_first_host_may_not_write_is_a_finding_and_nothing_stays(tmp_path):
+    hosts = [InThisProcess("a"), InThisProcess("b")]
+    (report,) = _look_for_marker(hosts, Path("/proc/none/runs"), 1.0)
+    assert "a cannot write to /proc: " in report.result.saw
+    assert list(_look_for_marker(hosts, tmp_path / "runs" / "mine", 1.0)) == []
+    assert list(tmp_path.iterdir()) == [], "a folder or a file was left"
 
 
 def test_the_slow_link_is_named_among_quick_ones():

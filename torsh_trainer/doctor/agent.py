@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torsh_trainer.doctor.checks.disk import find_parent
 from torsh_trainer.doctor.examination import examine
 from torsh_trainer.doctor.facts import collect_facts
 from torsh_trainer.doctor.machine import Machine
@@ -45,11 +46,16 @@ def tell_time(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_marker(request: dict[str, Any]) -> dict[str, Any]:
-    """Leaves a small file where other hosts look for it."""
-    path = Path(request["path"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(request["text"], "utf-8")
-    return {}
+    """Leaves a small file where other hosts look for it: its ``path``, or why it is ``refused``.
+
+    Where the folder is not there yet, it stands in the nearest that is.
+    """
+    path = find_parent(Path(request["folder"])) / f".torsh-doctor-{request['text']}"
+    try:
+        path.write_text(request["text"], "utf-8")
+    except OSError as error:
+        return {"path": str(path), "refused": f"{path.parent}: {error.strerror}"}
+    return {"path": str(path), "refused": ""}
 
 
 def find_marker(request: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torsh_trainer.doctor.base import CheckResult
 from torsh_trainer.doctor.checks.network import is_loopback
 from torsh_trainer.doctor.examination import CheckReport
 from torsh_trainer.doctor.ssh import Agent, ask_all
+from torsh_trainer.errors import ResourceError
 
 _MOST_SKEW_S = 1.0
 _SLOW_FOLDER_S = 3.0
@@ -168,22 +169,29 @@ def _look_for_marker(
     """A file that the first host writes is seen by the others, and soon."""
     first, *others = agents
     token = secrets.token_hex(8)
-    marker: dict[str, Any] = {
-        "path": str(folder.absolute() / f".torsh-doctor-{token}"),
-        "text": token,
-    }
+    written = first.ask("write_marker", folder=str(folder.absolute()), text=token)
+    if written["refused"]:
+        yield _report(
+            "shared_folder",
+            f"{first.host} cannot write to {written['refused']}",
+            why="the first file of the run is refused, after the queue has been waited for",
+            fix="give a folder that every host mounts and this user may write, with --dir",
+        )
+        return
+    wanted = {"path": written["path"], "text": token, "patience_s": patience_s}
     try:
-        first.ask("write_marker", **marker)
-        wanted = {**marker, "patience_s": patience_s}
         answers = ask_all(others, "find_marker", [wanted] * len(others))
     finally:
-        first.ask("remove_marker", **marker)
+        first.ask("remove_marker", path=written["path"])
+    for told in answers:
+        if "error" in told:
+            raise ResourceError(told["error"], fix="look at that host again")
     seen = {agent.host: told.get("seen") for agent, told in zip(others, answers, strict=True)}
     blind = [host for host, after in seen.items() if after is None]
     if blind:
         yield _report(
             "shared_folder",
-            f"a file that {first.host} writes to {folder.absolute()} is not seen by "
+            f"a file that {first.host} writes to {Path(written['path']).parent} is not seen by "
             f"{', '.join(blind)}",
             why="ranks there find no checkpoint of the others, and leave theirs where nobody looks",
             fix="put runs on a file system that all hosts mount: --dir here, hydra.run.dir there",

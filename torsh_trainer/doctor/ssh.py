@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -103,7 +104,9 @@ class Agent:
             self._errors.append(line.strip())
 
     def _explain_end(self) -> ResourceError:
-        self._process.wait(timeout=5)
+        self._lines.put(None)  # for whoever asks next
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
         time.sleep(0.05)  # its last words
         said = [line for line in self._errors if line and not line.startswith("Warning:")]
         for words, sentence, fix in _ENDS:

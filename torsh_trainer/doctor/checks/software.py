@@ -30,8 +30,8 @@ class Versions(Check):
     """torch and torsh-trainer are installed once each, in versions that go together."""
 
     why = (
-        "with two installations one is imported and the other is listed: a fix that was installed "
-        "is not there, and hosts run different code"
+        "without torch nothing trains; with two installations one is imported and the other is "
+        "listed: a fix that was installed is not there, and hosts run different code"
     )
 
     def look(self, machine: Machine) -> CheckResult:
@@ -69,7 +69,9 @@ class CudaVersions(Check):
     def look(self, machine: Machine) -> CheckResult:
         built = _read_torch_cuda()
         if not list_gpus(machine) and not has_gpu_hardware(machine):
-            return skip_check(f"no NVIDIA GPU here; torch is built for {built or 'CPUs'}")
+            return skip_check(
+                "no NVIDIA GPU here" + (f"; torch is built for CUDA {built}" if built else "")
+            )
         if not built:
             return report_finding(
                 "this torch is built without CUDA, and the host has a GPU",
