@@ -150,6 +150,16 @@ def test_causes_come_before_what_follows_from_them_with_line_and_count(tmp_path,
     assert second["follows"]
 
 
+def test_the_logs_of_a_run_directory_are_read_together(tmp_path, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text(LINES["peer_gone"])
+    (tmp_path / "logs" / "rank-1.log").write_text(f"step 1\n{LINES['open_files']}")
+    assert main(["explain", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{tmp_path}/logs/rank-1.log:2: open_files")
+    assert f"{tmp_path}/logs/rank-0.log:1: peer_gone" in out
+
+
 def test_what_is_not_known_is_said_to_be_with_the_first_error(tmp_path, capsys):
     log = tmp_path / "odd.log"
     log.write_text("one\nValueError: shapes differ\n")
@@ -170,8 +180,9 @@ def test_logs_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "log.gz").write_bytes(b"\x1f\x8b\0\0")
     with pytest.raises(ConfigError, match=r"is no text; unpack it"):
         main(["explain", str(tmp_path / "log.gz")])
-    with pytest.raises(ConfigError, match="is a folder; name logs"):
-        main(["explain", str(tmp_path)])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="holds no logs"):
+        main(["explain", str(tmp_path / "empty")])
     with pytest.raises(ResourceError, match=r"cannot read .*gone\.log"):
         main(["explain", str(tmp_path / "gone.log")])
 

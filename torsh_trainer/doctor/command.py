@@ -93,7 +93,9 @@ def _explain(argv: Sequence[str]) -> int:
         "and what helps. Exits with 0 where it explains something, 1 where it knows nothing in "
         "the log.",
     )
-    parser.add_argument("log", metavar="LOG", nargs="+", help="a log; - reads the input")
+    parser.add_argument(
+        "log", metavar="LOG", nargs="+", help="a log, or a run directory; - reads the input"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
     from torsh_trainer.doctor.explain import explain_logs, write_explanation

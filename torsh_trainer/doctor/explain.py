@@ -79,6 +79,17 @@ class _Search:
                 self.first_error = (log, number, text)
 
 
+def _find_logs(name: str) -> list[str]:
+    """The logs of a run directory, or of another folder; a file is its own."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return [name]
+    for pattern in ("logs/*.log", "*.log", "*.out"):
+        if found := sorted(map(str, folder.glob(pattern))):
+            return found
+    raise ConfigError(f"{name} holds no logs", fix=f"name them: {name}/FILE")
+
+
 def _is_error(text: str, lower: str) -> bool:
     if not any(word in lower for word in ("error", "exception", "interrupt", "fatal", "traceback")):
         return False
@@ -93,13 +104,11 @@ def explain_logs(names: Sequence[str], given: TextIO) -> LogReading:
         ResourceError: it cannot be read.
     """
     search = _Search()
-    for name in names:
+    for name in (one for name in names for one in _find_logs(name)):
         if name == "-":
             search.read("the input", given)
             continue
         path = Path(name)
-        if path.is_dir():
-            raise ConfigError(f"{name} is a folder", fix=f"name logs: {name}/*.log")
         check_plain(path)
         try:
             with path.open("rb") as file:
