@@ -104,7 +104,7 @@ def explain_logs(names: Sequence[str], given: TextIO) -> LogReading:
         ResourceError: it cannot be read.
     """
     search = _Search()
-    for name in (one for name in names for one in _find_logs(name)):
+    for name in [log for given_name in names for log in _find_logs(given_name)]:
         if name == "-":
             search.read("the input", given)
             continue
