@@ -20,6 +20,7 @@ LAUNCHERS = ("conf/launcher/*.yaml", "plugins/*/*/conf/launcher/*.yaml")
 CONTRACTS = {
     "callbacks": ["Callback", "RunInfo", "StepReport", "EvaluationReport", "SaveReport"],
     "checkpoint": ["Checkpointer"],
+    "doctor": ["Check"],
     "translate": ["Translator"],
     "comm": ["Communicator"],
     "comm.compression": ["Compression", "Compressing"],

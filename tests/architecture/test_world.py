@@ -37,6 +37,7 @@ RUN = (
 
 ROOMS = {
     "environments/": "who and where a process is: what the world is made of",
+    "doctor/": "looks at hosts before a job starts",
     "dropin/": "the interface of a product that knows the world and no mesh",
     "launchers/": "processes that start, fail and end",
     "rundir/": "a log for each process",

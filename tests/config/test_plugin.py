@@ -144,6 +144,14 @@ class TestInstalled:
     def test_its_verb_runs(self, plugin_door):
         assert plugin_door("hello", "you").stdout == "hello you\n"
 
+    def test_its_check_of_the_doctor_looks(self, environment, run_command, tmp_path):
+        command = [environment, "-m", "torsh_trainer", "doctor", "--only", "scratch,clock"]
+        answer = run_command(command, cwd=tmp_path, env={"SITE_SCRATCH": "/no/such/disk"})
+        assert answer.returncode == 1, answer.stderr
+        assert "/no/such/disk is not there" in answer.stdout
+        assert "fix  mount /no/such/disk" in answer.stdout
+        assert "1 finding; fine: 1" in answer.stdout
+
     def test_its_package_is_not_imported_until_it_is_chosen(
         self, environment, run_command, tmp_path
     ):

@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torsh_trainer import __version__, environments
 from torsh_trainer.bench.running import measure
@@ -22,6 +22,7 @@ from torsh_trainer.bench.tables import pages
 from torsh_trainer.distributed.bench import COLLECTIVES, DTYPES, BenchPlan, sizes_between
 from torsh_trainer.errors import ConfigError, ResourceError, TrainingError, nearest
 from torsh_trainer.launchers.base import LaunchContext
+from torsh_trainer.utils.arguments import VerbParser
 from torsh_trainer.utils.files import strict_json
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -198,14 +199,8 @@ def _count(text: str | None, option: str) -> int | None:
     return int(text)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        words = self.prog.partition("torsh_trainer ")[2]
-        raise ConfigError(f"{words}: {message}", fix=f"{words} --help shows what there is")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> VerbParser:
+    parser = VerbParser(
         prog="python -m torsh_trainer comm", description="How processes exchange values."
     )
     words = parser.add_subparsers(dest="word", required=True, metavar="bench")

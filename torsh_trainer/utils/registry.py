@@ -16,6 +16,7 @@ chosen. ``docs/plugins.md`` says what each group wants and who reads it:
 ``torsh_trainer.stages``              NAME = module:func   a stage of a run
 ``torsh_trainer.callbacks``           NAME = module:Class  a Callback
 ``torsh_trainer.loggers``             NAME = module:Class  a Callback that sends reports elsewhere
+``torsh_trainer.checks``              NAME = module:Class  a Check of the doctor
 ``torsh_trainer.verbs``               NAME = module:func   a word of the command line
 """
 
@@ -304,12 +305,74 @@ LOGGERS = PluginKind(
     },
     contract="torsh_trainer.callbacks.base:Callback",
 )
+CHECKS = PluginKind(
+    "torsh_trainer.checks",
+    "check",
+    {
+        "host_name": "torsh_trainer.doctor.checks.network:HostName",
+        "host_name_loopback": "torsh_trainer.doctor.checks.network:HostNameLoopback",
+        "reverse_lookup": "torsh_trainer.doctor.checks.network:ReverseLookup",
+        "interface_variables": "torsh_trainer.doctor.checks.network:InterfaceVariables",
+        "interfaces": "torsh_trainer.doctor.checks.network:Interfaces",
+        "master_address": "torsh_trainer.doctor.checks.network:MasterAddress",
+        "master_port": "torsh_trainer.doctor.checks.network:MasterPort",
+        "master_reachable": "torsh_trainer.doctor.checks.network:MasterReachable",
+        "firewall": "torsh_trainer.doctor.checks.network:Firewall",
+        "local_ports": "torsh_trainer.doctor.checks.network:LocalPorts",
+        "mtu": "torsh_trainer.doctor.checks.network:Mtu",
+        "link_speed": "torsh_trainer.doctor.checks.network:LinkSpeed",
+        "proxies": "torsh_trainer.doctor.checks.network:Proxies",
+        "rank_variables": "torsh_trainer.doctor.checks.ranks:RankVariables",
+        "duplicate_ranks": "torsh_trainer.doctor.checks.ranks:DuplicateRanks",
+        "scheduler_tasks": "torsh_trainer.doctor.checks.ranks:SchedulerTasks",
+        "master_per_node": "torsh_trainer.doctor.checks.ranks:MasterPerNode",
+        "rank_environment": "torsh_trainer.doctor.checks.ranks:RankEnvironment",
+        "open_files": "torsh_trainer.doctor.checks.limits:OpenFiles",
+        "processes": "torsh_trainer.doctor.checks.limits:ProcessLimit",
+        "locked_memory": "torsh_trainer.doctor.checks.limits:LockedMemory",
+        "address_space": "torsh_trainer.doctor.checks.limits:AddressSpace",
+        "cpu_quota": "torsh_trainer.doctor.checks.limits:CpuQuota",
+        "threads": "torsh_trainer.doctor.checks.limits:Threads",
+        "affinity": "torsh_trainer.doctor.checks.limits:Affinity",
+        "numa": "torsh_trainer.doctor.checks.limits:Numa",
+        "shared_memory": "torsh_trainer.doctor.checks.memory:SharedMemoryFolder",
+        "memory": "torsh_trainer.doctor.checks.memory:FreeMemory",
+        "swap": "torsh_trainer.doctor.checks.memory:Swap",
+        "huge_pages": "torsh_trainer.doctor.checks.memory:HugePages",
+        "overcommit": "torsh_trainer.doctor.checks.memory:Overcommit",
+        "disk_space": "torsh_trainer.doctor.checks.disk:DiskSpace",
+        "run_directory": "torsh_trainer.doctor.checks.disk:RunDirectory",
+        "run_directory_shared": "torsh_trainer.doctor.checks.disk:RunDirectoryShared",
+        "file_locks": "torsh_trainer.doctor.checks.disk:FileLocks",
+        "file_clock": "torsh_trainer.doctor.checks.disk:FileClock",
+        "temporary_folder": "torsh_trainer.doctor.checks.disk:TemporaryFolder",
+        "cache_folders": "torsh_trainer.doctor.checks.disk:CacheFolders",
+        "clock": "torsh_trainer.doctor.checks.clock:Clock",
+        "gpu_driver": "torsh_trainer.doctor.checks.gpu:GpuDriver",
+        "gpu_count": "torsh_trainer.doctor.checks.gpu:GpuCount",
+        "visible_devices": "torsh_trainer.doctor.checks.gpu:VisibleDevices",
+        "gpu_health": "torsh_trainer.doctor.checks.gpu:GpuHealth",
+        "gpu_busy": "torsh_trainer.doctor.checks.gpu:GpuBusy",
+        "gpu_peers": "torsh_trainer.doctor.checks.gpu:GpuPeers",
+        "nccl_switches": "torsh_trainer.doctor.checks.gpu:NcclSwitches",
+        "infiniband": "torsh_trainer.doctor.checks.gpu:InfiniBand",
+        "versions": "torsh_trainer.doctor.checks.software:Versions",
+        "cuda_versions": "torsh_trainer.doctor.checks.software:CudaVersions",
+        "nccl_libraries": "torsh_trainer.doctor.checks.software:NcclLibraries",
+        "shadowed_modules": "torsh_trainer.doctor.checks.software:ShadowedModules",
+        "python_path": "torsh_trainer.doctor.checks.software:PythonPath",
+        "locale": "torsh_trainer.doctor.checks.software:Locale",
+        "debug_variables": "torsh_trainer.doctor.checks.software:DebugVariables",
+    },
+    contract="torsh_trainer.doctor.base:Check",
+)
 VERBS = PluginKind(
     "torsh_trainer.verbs",
     "verb",
     {
         "checkpoint": "torsh_trainer.checkpoint.cli.command:main",
         "comm": "torsh_trainer.bench.command:main",
+        "doctor": "torsh_trainer.doctor.command:main",
         "drop-in": "torsh_trainer.dropin.command:main",
         "rerun": "torsh_trainer.__main__:rerun",
         "report": "torsh_trainer.__main__:report",
@@ -331,6 +394,7 @@ KINDS = (
     STAGES,
     CALLBACKS,
     LOGGERS,
+    CHECKS,
     VERBS,
 )
 """Every kind there is."""

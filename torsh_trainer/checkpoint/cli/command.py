@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -30,6 +30,7 @@ from torsh_trainer.checkpoint.store.places import StoragePath, parse_storage_pat
 from torsh_trainer.checkpoint.store.retention import is_name
 from torsh_trainer.errors import ConfigError, TorshError, nearest
 from torsh_trainer.utils import registry
+from torsh_trainer.utils.arguments import VerbParser
 from torsh_trainer.utils.files import disk_error
 from torsh_trainer.utils.foreign import escape_controls
 from torsh_trainer.utils.registry import PluginKind
@@ -276,14 +277,8 @@ def _local(text: str) -> Path:
     return Path(text).expanduser()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        words = self.prog.partition("torsh_trainer ")[2]
-        raise ConfigError(f"{words}: {message}", fix=f"{words} --help shows what there is")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> VerbParser:
+    parser = VerbParser(
         prog=_PROGRAM,
         description="Looks at checkpoints, compares them, and takes them to other formats and back."
         " No code in a file is ever run.",

@@ -1,0 +1,91 @@
+"""Faults for the doctor: hosts of their own in namespaces, and a clock and locks that lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 120
+
+LIES = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/file.h>
+#include <sys/time.h>
+#include <time.h>
+static long shift(void) { const char *s = getenv("LIE_SECONDS"); return s ? atol(s) : 0; }
+int clock_gettime(clockid_t id, struct timespec *t) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(id, t);
+    if (id == CLOCK_REALTIME) t->tv_sec += shift();
+    return code;
+}
+int flock(int fd, int how) {
+    static int (*real)(int, int);
+    if (!real) real = dlsym(RTLD_NEXT, "flock");
+    if (getenv("LIE_NO_LOCKS")) { errno = ENOLCK; return -1; }
+    return real(fd, how);
+}
+"""
+
+
+@cache
+def why_not_isolated() -> str:
+    """Why no namespaces can be had here; empty where they can."""
+    if os.geteuid() != 0:
+        return "namespaces want root"
+    missing = [
+        name for name in ("unshare", "ip", "iptables", "ssh-keygen") if not shutil.which(name)
+    ]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "ip", "link", "add", "a0", "type", "veth"],
+        capture_output=True,
+        text=True,
+    )
+    return "" if done.returncode == 0 else f"no namespaces: {done.stderr.strip()}"
+
+
+def doctor(*words: str) -> str:
+    """The doctor's command line, for a shell."""
+    return shlex.join([sys.executable, "-m", "torsh_trainer", "doctor", *words])
+
+
+def run_isolated(folder: Path, script: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Runs a shell script as root of namespaces of its own; it is to leave files in ``folder``."""
+    done = subprocess.run(
+        ["unshare", "--net", "--mount", "--uts", "bash", "-euc", script],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", str(REPOSITORY))},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def read_checks(file: Path) -> dict[str, dict[str, Any]]:
+    """Name -> what the check saw, of a file that ``doctor --json`` has written."""
+    return {row["name"]: row for row in json.loads(file.read_text())["checks"]}
+
+
+def build_lies(folder: Path) -> Path:
+    """A library that shifts the clock (LIE_SECONDS) or refuses locks (LIE_NO_LOCKS)."""
+    source, library = folder / "lies.c", folder / "lies.so"
+    source.write_text(LIES)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True, capture_output=True
+    )
+    return library

@@ -1,0 +1,1 @@
+"""The checks of a host that ship: a class each, by what they look at."""

@@ -1,0 +1,1 @@
+"""``doctor script``: launch scripts, images and manifests read for mistakes; none is executed."""
