@@ -62,6 +62,11 @@ class Groups:
         """Processes that have parts of one layer."""
         return self.group("tensor")
 
+    @property
+    def pipeline(self) -> Communicator:
+        """Processes that have other layers of one model, by their stage."""
+        return self.group("pipeline")
+
     def close(self) -> None:
         """Lets go of the groups that were made here."""
         for comm in self._made.values():
@@ -108,6 +113,6 @@ class Groups:
         return self.device_mesh["tp"]
 
 
-_MADE_AT_ONCE: tuple[Meaning, ...] = ("data", "loss", "model", "tensor")
-_MAY_BE_ALONE: tuple[Meaning, ...] = ("norm", "model", "tensor")
+_MADE_AT_ONCE: tuple[Meaning, ...] = ("data", "loss", "model", "tensor", "pipeline")
+_MAY_BE_ALONE: tuple[Meaning, ...] = ("norm", "model", "tensor", "pipeline")
 """Of which a process may be the only one: it needs no group of its own then."""

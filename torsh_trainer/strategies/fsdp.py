@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -161,7 +162,8 @@ class FSDP(UnusedKnobs, Strategy):
             prefetch_depth=self.prefetch_depth,
             refuse=self.refuse,
         )
-        return FSDPEngine(
+        return self._make_engine(
+            cut.stages,
             self,
             job,
             comm,
@@ -176,6 +178,16 @@ class FSDP(UnusedKnobs, Strategy):
             low=cut.low,
         )
 
+    def _make_engine(self, stages: Any, *args: Any, **kwargs: Any) -> Engine:
+        return FSDPEngine(*args, **kwargs)
+
+    def _build(self, job: Job, comm: Communicator, groups: Groups) -> tuple[nn.Module, Any]:
+        """The model, or the stages of it that are this process's; and what ``_make_engine`` is to
+        know of them."""
+        model = modules.build(job, comm, leaves_parameters=True)
+        modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
+        return model, None
+
     @property
     def _not_beside_cut_layers(self) -> Mapping[str, bool]:
         knobs = ("cpu_offload", "gather_in_compute_dtype")
@@ -187,8 +199,7 @@ class FSDP(UnusedKnobs, Strategy):
         Raises:
             Unsupported: FSDP2 cannot take the model.
         """
-        model = modules.build(job, comm, leaves_parameters=True)
-        modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
+        model, stages = self._build(job, comm, groups)
         units = self._units(model)
         modules.compile_modules(job, units or [model])
         roots = find_roots(model, self.refuse) if job.manual else [model]
@@ -202,7 +213,7 @@ class FSDP(UnusedKnobs, Strategy):
         low = find_rounded_by_autocast(model) if rounds else set()
         # All that is whole on processes that share layers is the same there, too.
         modules.share([*uncut.values(), *model.buffers()], groups.whole if layers.names else comm)
-        return Division(model, roots, parts, rest, uncut, hooks, low, layers)
+        return Division(model, roots, parts, rest, uncut, hooks, low, layers, stages)
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         if self.wrap_modules:
@@ -268,6 +279,7 @@ class Division(NamedTuple):
     hooks: Hooks
     low: Collection[str]
     layers: CutLayers
+    stages: Any
 
 
 class FSDPEngine(NativeEngine):
@@ -275,6 +287,9 @@ class FSDPEngine(NativeEngine):
 
     whole_optimizers = False
     evaluates_together = True
+
+    overlaps: ClassVar[bool] = False
+    """Whether forwards begin before the backwards of others have ended."""
 
     def __init__(
         self,
@@ -303,7 +318,7 @@ class FSDPEngine(NativeEngine):
             module=model,
             eval_module=model,
             averaging_ranks=comm.size if self._means else 1,
-            gradients=ShardedGradients(model, comm.device, norm_group=norm, counts=layers.counts),
+            gradients=self._make_gradients(model, comm.device, norm),
             wrap_optimizer=self._check_optimizer,
             compression=scatter,
             emulation=knobs.emulation,
@@ -319,7 +334,9 @@ class FSDPEngine(NativeEngine):
             reduces_itself=knobs.find_unused_parameters,
         )
         carry_over(hooks, (part for part, _ in self._sharded.parts), self._names)
-        self._pass = WholePass(roots, comm) if knobs.find_unused_parameters else None
+        self._pass = (
+            WholePass(roots, comm, overlaps=self.overlaps) if knobs.find_unused_parameters else None
+        )
         self._order = CommonOrder(roots, comm) if self._pass is None else None
         if self._pass is None:
             refuse_second_order(model)
@@ -328,6 +345,11 @@ class FSDPEngine(NativeEngine):
         self._sharded.ready(scatter)
         self._low = low
         gather_in(DTYPES[job.precision.compute], self._sharded.units, self._names, low)
+
+    def _make_gradients(
+        self, model: nn.Module, device: torch.device, norm: Communicator
+    ) -> ShardedGradients:
+        return ShardedGradients(model, device, norm_group=norm, counts=self._layers.counts)
 
     def layout(self) -> str:
         return self._layout

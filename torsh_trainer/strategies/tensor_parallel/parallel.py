@@ -132,9 +132,10 @@ def _summarise(
     return f"layers cut over {tp} processes, {share}: {plan.summary}{rest}"
 
 
-def refuse_beside(job: Job, knobs: Strategy, asked: Mapping[str, bool]) -> None:
-    """Refuses what nobody has made right beside layers that are cut; ``asked`` are knobs that are
-    on, by name.
+def refuse_beside(
+    job: Job, knobs: Strategy, asked: Mapping[str, bool], *, axis: str = "tp"
+) -> None:
+    """Refuses what nobody has made right beside ``axis``; ``asked`` are knobs that are on, by name.
 
     Raises:
         Unsupported: names the first.
@@ -149,5 +150,5 @@ def refuse_beside(job: Job, knobs: Strategy, asked: Mapping[str, bool]) -> None:
         if on:
             knob = option.partition("=")[0]
             raise knobs.refuse(
-                f"{option} beside mesh.tp", use=f"leave {knob} out, or set mesh.tp=1"
+                f"{option} beside mesh.{axis}", use=f"leave {knob} out, or set mesh.{axis}=1"
             )

@@ -1,0 +1,30 @@
+"""A model in two stages equals plain PyTorch, alone and beside shards and replicas."""
+
+from __future__ import annotations
+
+from torsh_trainer.strategies.parallel import Parallel
+from torsh_trainer.testing.strategy import StrategyContract
+
+MANUAL = {"manual_optimization": "a process has a stage of the model, and no loss of its own"}
+
+
+class InTwoStages(StrategyContract):
+    pipeline_parallel = 2
+    refuses = MANUAL
+    world_sizes = (1,)
+
+
+class TestPipeline(InTwoStages):
+    strategy = Parallel()
+
+
+class TestPipelineOfShards(InTwoStages):
+    variant = True
+    strategy = Parallel(wrap_min_bytes=0)
+    world_sizes = (2,)
+
+
+class TestPipelineOfReplicas(InTwoStages):
+    variant = True
+    strategy = Parallel(schedule="gpipe", shard_size=1)
+    world_sizes = (2,)
