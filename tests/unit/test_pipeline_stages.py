@@ -182,7 +182,7 @@ def test_a_forward_may_write_to_what_it_has_received() -> None:
     check_stages(InPlace(), 2, lambda m: m(x))
 
 
-# -- what is refused ---------------------------------------------------------------------------------
+# -- what is refused ------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
@@ -213,7 +213,7 @@ class Odd(nn.Module):
 ODD = {
     "skip": "uses (add) what 'start' of an earlier stage has computed",
     "norm": "uses (add) what",
-    "late": "the forward calls 'end' in stage 1, and by its place in the model it belongs to stage 0",
+    "late": "calls 'end' in stage 1, and by its place in the model it belongs to stage 0",
     "early": "the forward calls 'first' in stage 0, and by its place in the model it belongs to",
     "skips": "a forward has ended without a call of 'blocks.1', at which stage 1 begins",
 }
@@ -259,11 +259,11 @@ def test_a_cut_that_is_none_is_one_sentence(count: int, asked: Any, words: str) 
 
 
 def test_a_model_without_blocks_needs_names() -> None:
-    with pytest.raises(ConfigError, match="has no nn.ModuleList or nn.Sequential"):
+    with pytest.raises(ConfigError, match=r"has no nn\.ModuleList or nn\.Sequential"):
         plan_of(nn.Bilinear(2, 2, 2), 2)
 
 
-# -- sizes and orders --------------------------------------------------------------------------------
+# -- sizes and orders -----------------------------------------------------------------------------
 
 
 def test_stages_are_even_by_parameters() -> None:
@@ -276,18 +276,16 @@ def test_stages_are_even_by_parameters() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 6, 12])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(
-    ("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)]
-)
+@pytest.mark.parametrize(("name", "stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
 def test_every_order_computes_all_once_and_never_waits_in_a_ring(
     name: str, stages: int, ranks: int, micro_batches: int
 ) -> None:
     """Run by processes whose sends wait for their receives, the strictest that there is."""
-    try:
-        check_micro_batches(name, ranks=ranks, micro_batches=micro_batches)
-    except ConfigError as error:
-        assert "into rounds; set trainer.accumulate=" in str(error)
+    if name == "interleaved_1f1b" and micro_batches % max(1, micro_batches // ranks):
+        with pytest.raises(ConfigError, match="into rounds; set trainer.accumulate="):
+            check_micro_batches(name, ranks=ranks, micro_batches=micro_batches)
         return
+    check_micro_batches(name, ranks=ranks, micro_batches=micro_batches)
     orders = [
         list(
             order_of(
@@ -308,7 +306,8 @@ def test_every_order_computes_all_once_and_never_waits_in_a_ring(
         for stage in range(ranks * stages)
         for i in range(micro_batches)
     }
-    assert len(computed) == len(everything) and set(computed) == everything
+    assert len(computed) == len(everything)
+    assert set(computed) == everything
     beside = {"send_forward": ("receive_forward", 1), "send_backward": ("receive_backward", -1)}
     while any(orders):
         moved = False
@@ -364,5 +363,6 @@ def test_a_task_in_a_stage_gives_what_goes_on_instead_of_raising() -> None:
 
     task = StageTask(Leaves())
     left = task.forward(nn.Identity(), None)
-    assert isinstance(left, Left) and left.__traceback__ is None
+    assert isinstance(left, Left)
+    assert left.__traceback__ is None
     assert task.loss(left, None) is left

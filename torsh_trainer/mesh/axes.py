@@ -145,9 +145,9 @@ class MeshOptions:
     Null leaves a size to the strategy (``dp_shard``) or is what remains (``dp_replicate``); -1 is
     what remains, for one axis. ``dp_shard`` is how many processes share one copy of the parameters
     (``strategy.shard_size`` of fsdp), ``dp_replicate`` how many such copies there are. ``tp`` is
-    how many processes share a layer, ``pp`` how many have the layers of one model in turn. ``cp`` and
-    ``ep`` are 1 for now. A subclass adds axes:
-    ``further_axes``, and for each a field of its name with its size.
+    how many processes share a layer, ``pp`` how many have the layers of one model in turn. ``cp``
+    and ``ep`` are 1 for now. A subclass adds axes: ``further_axes``, and for each a field of its
+    name with its size.
 
     Raises:
         ConfigError: a size is neither positive nor -1, or several are -1.

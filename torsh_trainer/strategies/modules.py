@@ -35,8 +35,8 @@ def build(
 ) -> nn.Module:
     """The job's model on the communicator's device, in training mode.
 
-    ``leaves_parameters`` leaves them where ``build_model`` has put them; ``recomputes`` False leaves
-    ``recompute`` to the caller.
+    ``leaves_parameters`` leaves them where ``build_model`` has put them; ``recomputes`` False
+    leaves ``recompute`` to the caller.
 
     Raises:
         Unsupported: torch.compile would lose gradients of micro-batches, or an embedding would be

@@ -165,9 +165,7 @@ class ShardedGradients(HeldGradients):
     def norm(self, storage: list[Tensor]) -> Tensor:
         # Shards of one group hold the whole gradient once; replicas hold it again.
         known = zip(storage, self._whole, self._counted, strict=True)
-        parts = [
-            g for g, whole, counted in known if counted and (not whole or self._counts_whole)
-        ]
+        parts = [g for g, whole, counted in known if counted and (not whole or self._counts_whole)]
         square = local_norm(parts, self.device).square()
         if self.norm_group is not None:
             torch.distributed.all_reduce(square, group=self.norm_group)

@@ -67,9 +67,7 @@ class WholePass:
     forwards begin before the backwards of others have ended.
     """
 
-    def __init__(
-        self, roots: Sequence[Any], comm: Communicator, *, overlaps: bool = False
-    ) -> None:
+    def __init__(self, roots: Sequence[Any], comm: Communicator, *, overlaps: bool = False) -> None:
         self._comm = comm
         self._overlaps = overlaps
         self._roots = [(root, units_of(root)) for root in roots]

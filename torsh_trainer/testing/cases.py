@@ -47,7 +47,7 @@ def on_a_mesh(
 
 def _whole_state(engine: Engine, comm: Communicator) -> dict[str, Any]:
     groups = _GROUPS.get()
-    return whole_state(engine.state_dict(), comm, groups and groups.pipeline)
+    return whole_state(engine.state_dict(), comm, None if groups is None else groups.pipeline)
 
 
 def train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> TrainingOutcome:

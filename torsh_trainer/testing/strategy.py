@@ -411,11 +411,11 @@ class StrategyContract:
         given = (strategy or self.strategy, self._cut(scenario), *args)
         if copies * pp == 1:
             return pool.run(case, *given)
-        mesh = ReplicatedModel(
-            model_replicate=self.model_replicate, tp=self.tensor_parallel, pp=pp
-        )
+        mesh = ReplicatedModel(model_replicate=self.model_replicate, tp=self.tensor_parallel, pp=pp)
         answers = pool.run(cases.on_a_mesh, mesh, case, *given)
-        for rank, answer in enumerate(answers):  # stages are the outermost axis, copies the innermost
+        for rank, answer in enumerate(
+            answers
+        ):  # stages are the outermost axis, copies the innermost
             first = answers[rank % (world_size * copies) // copies * copies]
             differing = differences(as_dicts(answer), as_dicts(first))
             assert not differing, f"rank {rank} has the samples of another, and not its {differing}"

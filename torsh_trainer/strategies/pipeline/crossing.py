@@ -1,9 +1,9 @@
 """One forward of the user's, of which a process computes its stage.
 
 Every stage calls ``task.forward``. What stands before the stage is not computed: in its place come
-tensors of the right shapes without values (``NaN``). Where the stage begins, what was received takes
-the place of what the forward holds there, object by object; where the next one begins, an exception
-leaves the forward with what that one needs.
+tensors of the right shapes without values (``NaN``). Where the stage begins, what was received
+takes the place of what the forward holds there, object by object; where the next one begins, an
+exception leaves the forward with what that one needs.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def _put_in_place(held: Tensor, given: Tensor, name: str) -> None:
         torch.utils.swap_tensors(held, given)
     except RuntimeError as error:
         raise Unsupported(
-            f"mesh.pp: what {name!r} is called with cannot be replaced by what the stage before has "
-            f"computed ({error})",
+            f"mesh.pp: what {name!r} is called with cannot be replaced by what the stage before "
+            f"has computed ({error})",
             fix="name another module in strategy.split",
         ) from error
 
@@ -152,7 +152,7 @@ class Crossing:
             if not self._own <= plan.places[name]:
                 module.forward = self._replace(name, module, module.forward)
 
-    # -- what is held -------------------------------------------------------------------------------
+    # -- what is held -----------------------------------------------------------------------------
 
     def remove_others(self) -> None:
         """Takes the parameters and buffers of other stages out of the model.
@@ -202,7 +202,7 @@ class Crossing:
         empty = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         return torch.full((), empty, dtype=dtype, device=self._device)
 
-    # -- forwards -----------------------------------------------------------------------------------
+    # -- forwards ---------------------------------------------------------------------------------
 
     def hook(self) -> None:
         """Once the model is otherwise ready: its forwards begin and leave where stages do."""
@@ -239,9 +239,10 @@ class Crossing:
         missed = passage.stage if passage.stage < len(begins) else passage.stage - 1
         if passage.stage < len(begins) or not passage.has_begun:
             raise Unsupported(
-                f"mesh.pp: a forward has ended without a call of {begins[missed]!r}, at which stage "
-                f"{missed + 1} begins",
-                fix="have task.forward, evaluate and predict call the whole model, or set mesh.pp=1",
+                f"mesh.pp: a forward has ended without a call of {begins[missed]!r}, at which "
+                f"stage {missed + 1} begins",
+                fix="have task.forward, evaluate and predict call the whole model, or set "
+                "mesh.pp=1",
             )
 
     def _meet(self, stage: int, name: str) -> Callable[..., None]:
@@ -309,7 +310,7 @@ class Crossing:
             "else register it in __init__ where the forward uses it, or set mesh.pp=1",
         )
 
-    # -- what is not computed -----------------------------------------------------------------------
+    # -- what is not computed ---------------------------------------------------------------------
 
     @torch.no_grad()
     def _give_outside(

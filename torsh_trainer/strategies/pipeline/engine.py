@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -11,19 +11,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.base import Job, LossReport, MicroBatch, StepOutcome
 from torsh_trainer.strategies.buffers import Buffers
 from torsh_trainer.strategies.engine_state import EngineState
 from torsh_trainer.strategies.evaluation import Around, Evaluation
 from torsh_trainer.strategies.fsdp import FSDPEngine
-from torsh_trainer.strategies.sharded import ShardedGradients
 from torsh_trainer.strategies.pipeline.crossing import Left, Passage
 from torsh_trainer.strategies.pipeline.evaluation import StagedEvaluation
 from torsh_trainer.strategies.pipeline.held import HeldStages
 from torsh_trainer.strategies.pipeline.orders import order_of
 from torsh_trainer.strategies.pipeline.step import Computed, Message, PipelineStep
 from torsh_trainer.strategies.pipeline.task import StageTask
+from torsh_trainer.strategies.sharded import ShardedGradients
 from torsh_trainer.strategies.trainability import Change, change_error
 from torsh_trainer.strategies.writes import DUE_FORWARDS
 from torsh_trainer.tasks.base import Task, why_no_backward
@@ -44,7 +43,7 @@ class PipelineEngine(FSDPEngine):
         self._alike = held.alike()
         self._weighing: tuple[float, Task] | None = None
 
-    # -- parts that know of stages ------------------------------------------------------------------
+    # -- parts that know of stages ----------------------------------------------------------------
 
     def _build_optimizers(self, job: Job) -> Mapping[str, Optimizer]:
         built, self._groups = self._held_stages.build_optimizers(job, self.model)
@@ -86,7 +85,7 @@ class PipelineEngine(FSDPEngine):
     def whole_shapes(self) -> contextlib.AbstractContextManager[None]:
         return self._held_stages.crossing.whole()
 
-    # -- a step -------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------
 
     def forward_backward(
         self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
@@ -198,7 +197,7 @@ class PipelineEngine(FSDPEngine):
         for alike, name in self._alike:
             alike.check({name: self._trainable.named[name]})
 
-    # -- what stages cannot do ----------------------------------------------------------------------
+    # -- what stages cannot do --------------------------------------------------------------------
 
     def _follow(self, change: Change) -> None:
         raise change_error(

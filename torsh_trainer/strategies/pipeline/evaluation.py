@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
 from torsh_trainer.strategies.evaluation import Evaluation
-from torsh_trainer.strategies.pipeline.crossing import Left, Passage
+from torsh_trainer.strategies.pipeline.crossing import Left, Passage, Received
 from torsh_trainer.strategies.pipeline.exchange import Channel
 from torsh_trainer.strategies.pipeline.held import HeldStages
 from torsh_trainer.strategies.pipeline.step import shapes_of
-from torsh_trainer.strategies.pipeline.crossing import Received
 from torsh_trainer.strategies.pipeline.task import StageTask
 from torsh_trainer.strategies.writes import DUE_FORWARDS
 from torsh_trainer.tasks.base import Mean, Task, metrics_of, sum_of
-from torch.utils._pytree import tree_map
-from torch import Tensor
 
 
 class StagedEvaluation(Evaluation):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torsh_trainer.comm.base import Communicator
@@ -37,9 +37,9 @@ class PipelineKnobs:
 class HeldStages:
     """The stages ``own`` of a process, of a model under ``plan``.
 
-    ``comm`` are the processes of the pipeline, by their first stage. ``everywhere`` has the shape of
-    each parameter of the whole model by name, whether it trains, and its dtype, in the model's
-    order; ``buffers`` the names of all buffers. ``tied`` has the parameters that several processes
+    ``comm`` are the processes of the pipeline, by their first stage. ``everywhere`` has a stand-in
+    for each parameter of the whole model by name, in the model's order; ``buffers`` the names of
+    all buffers. ``tied`` has the parameters that several processes
     hold, by name, each with these; ``counts_whole`` says whether this process counts, in a norm,
     parameters that all processes with its stages hold whole.
     """
@@ -127,9 +127,7 @@ def hold_stages(model: nn.Module, job: Job, groups: Groups, knobs: PipelineKnobs
     count = pp * knobs.stages_per_rank
     each = f" x strategy.stages_per_rank={knobs.stages_per_rank}" * (knobs.stages_per_rank > 1)
     asked = f"mesh.pp={pp}{each}"
-    plan = find_stages(
-        model, count, split=knobs.split, both_ends=knobs.both_ends, asked=asked
-    )
+    plan = find_stages(model, count, split=knobs.split, both_ends=knobs.both_ends, asked=asked)
     own = tuple(range(comm.rank, count, pp))
     stages = plan.stages_of_parameters(model)
     _check_trains(stages, count, asked)
@@ -159,9 +157,7 @@ def hold_stages(model: nn.Module, job: Job, groups: Groups, knobs: PipelineKnobs
     )
 
 
-def _check_trains(
-    stages: Mapping[nn.Parameter, frozenset[int]], count: int, asked: str
-) -> None:
+def _check_trains(stages: Mapping[nn.Parameter, frozenset[int]], count: int, asked: str) -> None:
     train = {stage for p, own in stages.items() if p.requires_grad for stage in own}
     idle = sorted(set(range(count)) - train)
     if idle:
@@ -246,5 +242,3 @@ def check_beside(job: Job, model: nn.Module, knobs: PipelineKnobs) -> None:
             "running averages (BatchNorm) over several data-parallel processes follow one time",
             fix="set strategy.stages_per_rank=1 strategy.schedule=1f1b, or use another norm",
         )
-
-

@@ -69,7 +69,7 @@ def find_stages(
     that ask for so many.
 
     Raises:
-        ConfigError: it has no blocks, or too few; or a name is none of its modules, or out of order.
+        ConfigError: it has too few blocks; or a name is none of its modules, or out of order.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     own = getattr(model, "pipeline_plan", None)

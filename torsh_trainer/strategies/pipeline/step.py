@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -85,7 +84,7 @@ class PipelineStep:
                 raise
         self._held.exchange.finish()
 
-    # -- actions ------------------------------------------------------------------------------------
+    # -- actions ----------------------------------------------------------------------------------
 
     def _receive_forward(self, stage: int, i: int) -> None:
         self._coming["forward", stage, i] = self._held.exchange.receive(
@@ -140,7 +139,7 @@ class PipelineStep:
         channel = self._channel("backward", stage - 1, stage - 1)
         self._held.exchange.send(channel, self._keys[i], specs, tensors)
 
-    # -- words --------------------------------------------------------------------------------------
+    # -- words ------------------------------------------------------------------------------------
 
     def _channel(self, kind: str, stage: int, other: int) -> Channel:
         return Channel(self._held.rank_of(other), kind, stage)

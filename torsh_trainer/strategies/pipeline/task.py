@@ -1,4 +1,4 @@
-"""A user's task as one stage runs it: where the next stage begins, its methods give what goes there."""
+"""A task of the user's as one stage runs it: its methods give what goes to the next one."""
 
 from __future__ import annotations
 
