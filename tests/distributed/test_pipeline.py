@@ -484,11 +484,11 @@ REFUSED: dict[str, tuple[Task, Strategy, dict[str, Any], str]] = {
     "offload": (Words(UNTIED), Parallel(cpu_offload=True), {}, "strategy.cpu_offload=true beside"),
     "ddp": (Words(UNTIED), DDP(), {}, "strategy=ddp cannot honour mesh.pp=2: it takes every"),
     "fsdp": (Words(UNTIED), FSDP(), {}, "use strategy=parallel"),
-    "idle": (
+    "within": (
         Words(UNTIED),
-        Parallel(split=("blocks.3.2",)),
+        Parallel(split=("blocks.3.1",)),
         {},
-        "the forward calls 'blocks.3'",
+        "a stage begins at 'blocks.3.1', within 'blocks.3', which strategy.wrap_modules",
     ),
 }
 

@@ -200,7 +200,7 @@ class FSDP(UnusedKnobs, Strategy):
             Unsupported: FSDP2 cannot take the model.
         """
         model, stages = self._build(job, comm, groups)
-        units = self._units(model)
+        units = self._units(model, stages)
         modules.compile_modules(job, units or [model])
         roots = find_roots(model, self.refuse) if job.manual else [model]
         uncut = self._uncut(model, [*units, *roots], job, comm)
@@ -215,7 +215,7 @@ class FSDP(UnusedKnobs, Strategy):
         modules.share([*uncut.values(), *model.buffers()], groups.whole if layers.names else comm)
         return Division(model, roots, parts, rest, uncut, hooks, low, layers, stages)
 
-    def _units(self, model: nn.Module) -> list[nn.Module]:
+    def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         if self.wrap_modules:
             units = modules.choose_blocks(model, self.wrap_modules, "strategy.wrap_modules")
         elif self.wrap_min_parameters is None:

@@ -75,8 +75,15 @@ class Parallel(FSDP):
         check_beside(job, model, knobs)
         again = modules.find_recomputed(model, job)
         held = hold_stages(model, job, groups, knobs)
+        held.refuse_within(again, model, "trainer.activation_checkpointing")
         modules.recompute([m for m in again if any(True for _ in m.parameters())], job)
         return model, held
+
+    def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
+        units = super()._units(model, stages)
+        if stages is not None:
+            stages.refuse_within(units, model, "strategy.wrap_modules")
+        return units
 
     def _make_engine(self, stages: Any, *args: Any, **kwargs: Any) -> Engine:
         if stages is None:

@@ -84,6 +84,7 @@ class Passage:
         self.received = received
         self.has_begun = received is None
         self.goes: Sequence[TensorSpec] = ()  # to the next stage, once this one has ended
+        self.at_begin: Callable[[], None] = lambda: None
         self._go_on = go_on
 
     def begin(self, name: str, arguments: Any) -> None:
@@ -111,6 +112,7 @@ class Passage:
             _put_in_place(held, given, name)
         self.has_begun = True
         self._go_on()
+        self.at_begin()
 
 
 def _put_in_place(held: Tensor, given: Tensor, name: str) -> None:
@@ -151,6 +153,10 @@ class Crossing:
         for name, module in plan.list_units(model):
             if not self._own <= plan.places[name]:
                 module.forward = self._replace(name, module, module.forward)
+            if not self._own & plan.places[name]:
+                for one in module.modules():  # hooks of the user's would see no values
+                    one._forward_hooks.clear()
+                    one._forward_pre_hooks.clear()
 
     # -- what is held -----------------------------------------------------------------------------
 
@@ -168,8 +174,6 @@ class Crossing:
                 for key, buffer in list(module._buffers.items()):
                     if buffer is not None:
                         self._remove(module, key, buffer, module._buffers)
-                module._forward_hooks.clear()  # of the user's, who would see no values
-                module._forward_pre_hooks.clear()
 
     def _remove(self, module: nn.Module, key: str, tensor: Tensor, held: dict[str, Any]) -> None:
         is_parameter = held is module._parameters
@@ -223,11 +227,29 @@ class Crossing:
         """
         self.passage = passage
         follow = _FollowOutside(passage) if watches else contextlib.nullcontext()
+        before = self._versions() if watches else {}
+        if watches:
+            passage.at_begin = lambda: before.update(self._versions())
         try:
             with follow:
                 yield
         finally:
             self.passage = None
+        if passage.has_begun and before != (now := self._versions() if watches else {}):
+            name = next(name for name in before if before[name] != now[name])
+            raise Unsupported(
+                f"mesh.pp: stage {passage.stage} changes the buffer {name!r}, which by its place "
+                "in the model belongs to another stage, and would be saved as it is there",
+                fix="register its module in __init__ where the forward uses it, or set mesh.pp=1",
+            )
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Which tensors the buffers of other stages are, and how often they were written to."""
+        return {
+            f"{type(module).__name__}.{key}": (id(vars(module)[key]), vars(module)[key]._version)
+            for module, key, _, is_parameter in self._removed
+            if not is_parameter
+        }
 
     def check_end(self, passage: Passage) -> None:
         """After a forward that did not leave.

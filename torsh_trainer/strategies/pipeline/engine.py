@@ -164,16 +164,13 @@ class PipelineEngine(FSDPEngine):
     def _share_losses(self, losses: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Those of the last stage, on every process of the pipeline."""
         held = self._held_stages
-        sent = torch.zeros(len(losses) + 1, dtype=torch.float64)
+        own = [loss for loss in losses if loss is not None]
+        sent = torch.zeros(len(losses), dtype=torch.float64)
         if held.is_last:
-            own = [loss for loss in losses if loss is not None]
-            wide = own[0].dtype is torch.float64
-            sent = torch.stack([*(loss.double() for loss in own), own[0].new_tensor(wide).double()])
+            sent = torch.stack([loss.double() for loss in own])
         sent = self.comm.to_device(sent)
         held.comm.broadcast(sent, src=held.last_rank)
-        if held.is_last:
-            return [loss for loss in losses if loss is not None]
-        return [loss.float() for loss in sent[:-1]]
+        return own if held.is_last else list(sent.unbind())
 
     def _sum_tied(self) -> None:
         """Gradients of what several stages use: each has those of its own uses."""

@@ -100,6 +100,22 @@ class HeldStages:
                     group["param_names"] = [names[id(p)] for p in kept]
         return built, groups
 
+    def refuse_within(self, units: Sequence[nn.Module], model: nn.Module, knob: str) -> None:
+        """Makes sure that no stage begins within a module that is run as one.
+
+        Raises:
+            Unsupported: names the module, and ``knob``, by which it is.
+        """
+        wanted = set(units)
+        for name, module in model.named_modules():
+            inside = [begin for begin in self.plan.begins if begin.startswith(f"{name}.")]
+            if module in wanted and inside:
+                raise Unsupported(
+                    f"mesh.pp: a stage begins at {inside[0]!r}, within {name!r}, which {knob} (or "
+                    "its default) takes as one",
+                    fix=f"name whole blocks in strategy.split, or other classes in {knob}",
+                )
+
     def list_uncounted(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that count in a norm where another process holds them, too."""
         named = dict(model.named_parameters())
@@ -107,7 +123,8 @@ class HeldStages:
 
     def alike(self) -> Sequence[tuple[WholeAlike, str]]:
         """What looks whether tied parameters are the same still, and the name of each."""
-        return [(WholeAlike(comm), name) for name, comm in self.tied.items()]
+        held = "held by several stages (mesh.pp)"
+        return [(WholeAlike(comm, held), name) for name, comm in self.tied.items()]
 
     def close(self) -> None:
         """Lets go of the communicators that were made for it."""
