@@ -190,8 +190,7 @@ class MeshOptions:
             if given[axis] == -1:
                 raise ConfigError(
                     f"mesh.{axis}=-1 leaves to the number of processes how {what} cut",
-                    fix=f"set mesh.{axis} to a size (mesh.{axis}=1 cuts nothing), and "
-                    "mesh.dp_shard=-1 for what remains",
+                    fix=f"set mesh.{axis}=1, or its size with mesh.dp_shard=-1 for what remains",
                 )
         rest = [f"mesh.{axis}" for axis, size in given.items() if size == -1]
         if len(rest) > 1:
