@@ -425,7 +425,7 @@ def _batch_norms(model: nn.Module) -> Iterator[RunningAverage]:
     """Those of torch's own BatchNorm; a forward of another's may do otherwise."""
     for prefix, module in model.named_modules():
         own = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
-        if own and module.running_mean is not None:
+        if own and module._buffers.get("running_mean") is not None:
             keys = ("running_mean", "running_var", "num_batches_tracked")
             *slots, count = [BufferSlot(f"{prefix}.{key}", module, key) for key in keys]
             yield RunningAverage(slots, module=module, count=count)

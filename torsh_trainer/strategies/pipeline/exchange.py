@@ -131,11 +131,12 @@ class Incoming(NamedTuple):
 
     specs: Sequence[TensorSpec]
     tensors: Sequence[Tensor]
-    works: Sequence[Work | None]
+    works: list[Work | None]
 
     def wait(self) -> Sequence[Tensor]:
-        """Its tensors, once they are there."""
-        for work in self.works:
+        """Its tensors, once they are there, and nobody else has a hold on them."""
+        while self.works:
+            work = self.works.pop()
             assert work is not None
             work.wait()
         return self.tensors
