@@ -12,6 +12,7 @@ class InTwoStages(StrategyContract):
     pipeline_parallel = 2
     refuses = MANUAL
     world_sizes = (1,)
+    for_branches = Parallel(split=("blocks.1",))  # its experts are more than its blocks
 
 
 class TestPipeline(InTwoStages):

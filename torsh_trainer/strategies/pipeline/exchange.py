@@ -18,6 +18,8 @@ from torsh_trainer.comm.base import Communicator, Work
 from torsh_trainer.errors import TorshError, Unsupported
 
 _WAITING = 8  # messages that others may not have taken yet
+_LAST_WORDS: list[Any] = []
+"""What is under way to others when an engine has failed, and goes with the process."""
 
 
 class TensorSpec(NamedTuple):
@@ -81,7 +83,8 @@ class Exchange:
     def tell_error(self, channel: Channel, key: Hashable, error: TorshError) -> None:
         """Has the other side raise ``error``, where it waits to be told shapes."""
         if (channel.kind, channel.stage, key) not in self._known:
-            self._tell(channel, error)  # and waits for nobody: the other side may have failed, too
+            self._tell(channel, error)
+            _LAST_WORDS.append(self._sending)  # nobody waits: the other side may have failed, too
 
     def receive(self, channel: Channel, key: Hashable) -> Incoming:
         """Begins to receive the next message.
