@@ -182,6 +182,23 @@ def test_a_forward_may_write_to_what_it_has_received() -> None:
     check_stages(InPlace(), 2, lambda m: m(x))
 
 
+def test_hooks_on_the_model_run_to_their_end() -> None:
+    told: list[str] = []
+    stages = make_stages(Odd(""), 2)
+    for number, (model, _) in enumerate(stages):
+        model.register_forward_hook(lambda *_, n=number: told.append(f"after {n}"))
+        model.register_forward_hook(
+            lambda *_, n=number: told.append(f"always {n}"), always_call=True
+        )
+    run_stages(stages, lambda m: m(torch.ones(2, 4)), lambda outputs: outputs.mean())
+    assert told == ["after 0", "always 0", "after 1", "always 1"]
+
+
+def test_a_forward_that_is_called_without_its_module_leaves_too() -> None:
+    x = torch.ones(2, 4)
+    check_stages(Odd(""), 2, lambda m: m.forward(x))
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 

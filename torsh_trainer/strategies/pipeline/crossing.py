@@ -84,6 +84,7 @@ class Passage:
         self.received = received
         self.has_begun = received is None
         self.goes: Sequence[TensorSpec] = ()  # to the next stage, once this one has ended
+        self.is_called = False  # by a call of the model, which has hooks
         self.at_begin: Callable[[], None] = lambda: None
         self._go_on = go_on
 
@@ -216,7 +217,9 @@ class Crossing:
                     self._meet(stage, name), with_kwargs=True, prepend=True
                 )
         self._model.forward = self._catch(self._model.forward)
-        self._model.register_forward_hook(self._leave)
+        # In the place of what a call of the module is: behind all hooks, those that come later and
+        # those that are always called included, which know of no exception but errors.
+        self._model._compiled_call_impl = self._call
 
     @contextlib.contextmanager
     def passing(self, passage: Passage, *, watches: bool) -> Iterator[None]:
@@ -294,16 +297,25 @@ class Crossing:
                 return forward(*args, **kwargs)
             except Left as left:
                 assert passage is not None
+                if not passage.is_called:
+                    raise  # by its forward alone, around which there are no hooks
                 passage.goes = left.specs
                 return tuple(left.tensors)
 
         return catching
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        specs = self.passage.goes if self.passage else ()
-        if specs:
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        passage = self.passage
+        if passage is None:
+            return self._model._call_impl(*args, **kwargs)
+        passage.is_called = True
+        output = self._model._call_impl(*args, **kwargs)
+        passage.is_called = False
+        if passage.goes:
             # FSDP2 gives what a model gives in another dtype, where it computes in a lower one.
-            raise Left(specs, [t.to(s.dtype) for s, t in zip(specs, output, strict=True)])
+            pairs = zip(passage.goes, output, strict=True)
+            raise Left(passage.goes, [tensor.to(spec.dtype) for spec, tensor in pairs])
+        return output
 
     def _replace(
         self, name: str, module: nn.Module, forward: Callable[..., Any]
