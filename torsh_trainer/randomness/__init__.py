@@ -67,12 +67,12 @@ class ForwardDraws:
         for generator, own in zip(self._generators, states, strict=True):
             generator.set_state(own.clone())
 
-    def known(self) -> Any:
+    def keep(self) -> Any:
         """What ``again`` needs to run the forward at work, or parts of it, once more."""
         return None
 
-    def again(self, micro: MicroBatch, known: Any) -> contextlib.AbstractContextManager[None]:
-        """As ``of``, where ``known`` was taken at the end of the forward of ``micro``."""
+    def again(self, micro: MicroBatch, kept: Any) -> contextlib.AbstractContextManager[None]:
+        """As ``of``, where ``kept`` is what ``keep`` gave at the end of the forward of ``micro``."""
         return self.of(micro)
 
     def __enter__(self) -> None:
@@ -144,14 +144,14 @@ class SampleDraws(ForwardDraws):
             if number >= 0:
                 self._numbers[generator.initial_seed()] = number
 
-    def known(self) -> Any:
+    def keep(self) -> Any:
         self._begin_if_fresh()
         return self._numbers
 
-    def again(self, micro: MicroBatch, known: Any) -> contextlib.AbstractContextManager[None]:
+    def again(self, micro: MicroBatch, kept: Any) -> contextlib.AbstractContextManager[None]:
         around = self.of(micro)
         self._begin_if_fresh()
-        self._numbers = dict(known)
+        self._numbers = dict(kept)
         return around
 
     def _begin_if_fresh(self) -> None:

@@ -195,12 +195,12 @@ class Crossing:
         kept = []
         for module, key, meta, is_parameter in self._removed:
             kept.append((module, key, vars(module).pop(key), is_parameter))
-            _held_of(module, is_parameter)[key] = meta
+            _dict_of(module, is_parameter)[key] = meta
         try:
             yield
         finally:
             for module, key, stand_in, is_parameter in kept:
-                del _held_of(module, is_parameter)[key]
+                del _dict_of(module, is_parameter)[key]
                 vars(module)[key] = stand_in
 
     def _without_values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -320,7 +320,7 @@ class Crossing:
     def _replace(
         self, name: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
-        def replaced(*args: Any, **kwargs: Any) -> Any:
+        def run_own(*args: Any, **kwargs: Any) -> Any:
             passage = self.passage
             if passage is None:
                 return forward(*args, **kwargs)
@@ -331,7 +331,7 @@ class Crossing:
                 raise self._explain_place(name, passage)
             return self._give_outside(name, module, forward, args, kwargs)
 
-        return replaced
+        return run_own
 
     def _explain_place(self, name: str, passage: Passage) -> TorshError:
         begins, stage = self._plan.begins, passage.stage
@@ -402,18 +402,18 @@ class Crossing:
         removed = {(id(m), key): (t, is_parameter) for m, key, t, is_parameter in self._removed}
         for one in below:
             for is_parameter in (True, False):
-                held = _held_of(one, is_parameter)
+                held = _dict_of(one, is_parameter)
                 for key, tensor in held.items():
                     if tensor is not None:
                         held[key] = _as_kind(to_meta(tensor), is_parameter)
             for key in [key for key in vars(one) if (id(one), key) in removed]:
                 del vars(one)[key]
                 tensor, is_parameter = removed[id(one), key]
-                _held_of(one, is_parameter)[key] = _as_kind(to_meta(tensor), is_parameter)
+                _dict_of(one, is_parameter)[key] = _as_kind(to_meta(tensor), is_parameter)
         yield
 
 
-def _held_of(module: nn.Module, is_parameter: bool) -> dict[str, Any]:
+def _dict_of(module: nn.Module, is_parameter: bool) -> dict[str, Any]:
     return module._parameters if is_parameter else module._buffers
 
 

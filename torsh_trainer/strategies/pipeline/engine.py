@@ -20,7 +20,7 @@ from torsh_trainer.strategies.pipeline.crossing import Left, Passage
 from torsh_trainer.strategies.pipeline.evaluation import StagedEvaluation
 from torsh_trainer.strategies.pipeline.held import HeldStages
 from torsh_trainer.strategies.pipeline.orders import order_of
-from torsh_trainer.strategies.pipeline.step import Computed, Message, PipelineStep
+from torsh_trainer.strategies.pipeline.step import StageForward, Message, PipelineStep
 from torsh_trainer.strategies.pipeline.task import StageTask
 from torsh_trainer.strategies.sharded import ShardedGradients
 from torsh_trainer.strategies.trainability import Change, change_error
@@ -114,7 +114,7 @@ class PipelineEngine(FSDPEngine):
         losses = self._share_losses([step.losses.get(i) for i in range(len(micro_batches))])
         return [(loss, m.weight) for loss, m in zip(losses, micro_batches, strict=True)]
 
-    def run_forward(self, stage: int, micro: MicroBatch, message: Message | None) -> Computed:
+    def run_forward(self, stage: int, micro: MicroBatch, message: Message | None) -> StageForward:
         """See ``StageWork``."""
         assert self._weighing is not None
         total_weight, task = self._weighing
@@ -139,12 +139,12 @@ class PipelineEngine(FSDPEngine):
                 if error is not None:
                     raise error
             state = self.comm.to_device(self._draws.state())
-            done = Computed(result, received, state, self._draws.known())
+            done = StageForward(result, received, state, self._draws.keep())
         self._buffers.after(micro, before)
         return done
 
     def run_backward(
-        self, micro: MicroBatch, done: Computed, gradients: Sequence[Tensor] | None
+        self, micro: MicroBatch, done: StageForward, gradients: Sequence[Tensor] | None
     ) -> None:
         """See ``StageWork``."""
         assert self._weighing is not None

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from torsh_trainer.strategies.evaluation import Evaluation
 from torsh_trainer.strategies.pipeline.crossing import Left, Passage, Received
-from torsh_trainer.strategies.pipeline.exchange import Channel
+from torsh_trainer.strategies.pipeline.exchange import Edge
 from torsh_trainer.strategies.pipeline.held import HeldStages
 from torsh_trainer.strategies.pipeline.step import shapes_of
 from torsh_trainer.strategies.pipeline.task import StageTask
@@ -65,8 +65,8 @@ class StagedEvaluation(Evaluation):
         for stage in held.own:
             received = None
             if stage:
-                channel = Channel(held.rank_of(stage - 1), "forward", stage)
-                incoming = held.exchange.receive(channel, key)
+                edge = Edge(held.rank_of(stage - 1), "forward", stage)
+                incoming = held.exchange.receive(edge, key)
                 received = Received(incoming.specs, incoming.wait())
             passage = Passage(stage, received, _nothing)
             self._forwards[stage] += 1
@@ -79,8 +79,8 @@ class StagedEvaluation(Evaluation):
                 if not isinstance(answer, Left):
                     held.crossing.check_end(passage)
             if isinstance(answer, Left):
-                channel = Channel(held.rank_of(stage + 1), "forward", stage + 1)
-                held.exchange.send(channel, key, answer.specs, answer.tensors)
+                edge = Edge(held.rank_of(stage + 1), "forward", stage + 1)
+                held.exchange.send(edge, key, answer.specs, answer.tensors)
         return answer
 
 

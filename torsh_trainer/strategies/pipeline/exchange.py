@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
     trains: bool
 
 
-class Channel(NamedTuple):
+class Edge(NamedTuple):
     """Messages of one kind for ``stage``, to or from process ``other``."""
 
     other: int
@@ -42,7 +42,7 @@ class Channel(NamedTuple):
 class Exchange:
     """Sends and receives over ``comm``, which nobody else uses.
 
-    Messages of a channel arrive in the order in which they were sent; both sides name the same
+    Messages of a edge arrive in the order in which they were sent; both sides name the same
     ``key`` for a message: what its shapes follow from.
     """
 
@@ -55,7 +55,7 @@ class Exchange:
 
     def send(
         self,
-        channel: Channel,
+        edge: Edge,
         key: Hashable,
         specs: Sequence[TensorSpec],
         tensors: Sequence[Tensor],
@@ -65,43 +65,43 @@ class Exchange:
         Raises:
             Unsupported: the other side expects others, since they were others before.
         """
-        known = self._known.get((channel.kind, channel.stage, key))
+        known = self._known.get((edge.kind, edge.stage, key))
         if known is None:
-            self._known[channel.kind, channel.stage, key] = list(specs)
-            self._tell(channel, list(specs))
+            self._known[edge.kind, edge.stage, key] = list(specs)
+            self._tell(edge, list(specs))
         elif list(specs) != known:
             raise Unsupported(
-                f"mesh.pp: what goes to stage {channel.stage} ({channel.kind}) is "
+                f"mesh.pp: what goes to stage {edge.stage} ({edge.kind}) is "
                 f"{_in_words(specs)} for a micro-batch, and was {_in_words(known)} for another one "
                 "of the same shapes",
                 fix="let shapes follow from those of the batch alone, and what trains stay as it "
                 "is, or set mesh.pp=1",
             )
         for tensor in tensors:
-            self._begin(tensor.detach(), channel)
+            self._begin(tensor.detach(), edge)
 
-    def tell_error(self, channel: Channel, key: Hashable, error: TorshError) -> None:
+    def tell_error(self, edge: Edge, key: Hashable, error: TorshError) -> None:
         """Has the other side raise ``error``, where it waits to be told shapes."""
-        if (channel.kind, channel.stage, key) not in self._known:
-            self._tell(channel, error)
+        if (edge.kind, edge.stage, key) not in self._known:
+            self._tell(edge, error)
             _LAST_WORDS.append(self._sending)  # nobody waits: the other side may have failed, too
 
-    def receive(self, channel: Channel, key: Hashable) -> Incoming:
+    def receive(self, edge: Edge, key: Hashable) -> Incoming:
         """Begins to receive the next message.
 
         Raises:
             TorshError: the other side has met it, and says so in its place.
         """
-        known = self._known.get((channel.kind, channel.stage, key))
+        known = self._known.get((edge.kind, edge.stage, key))
         if known is None:
-            said = self._listen(channel)
+            said = self._listen(edge)
             if isinstance(said, TorshError):
-                self.failed = channel.other
+                self.failed = edge.other
                 raise said
-            self._known[channel.kind, channel.stage, key] = known = said
+            self._known[edge.kind, edge.stage, key] = known = said
         device = self._comm.device
         tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=device) for spec in known]
-        works = [self._comm.recv(tensor, src=channel.other, async_op=True) for tensor in tensors]
+        works = [self._comm.recv(tensor, src=edge.other, async_op=True) for tensor in tensors]
         return Incoming(known, tensors, works)
 
     def finish(self) -> None:
@@ -109,23 +109,23 @@ class Exchange:
         while self._sending:
             self._sending.popleft().wait()
 
-    def _begin(self, tensor: Tensor, channel: Channel) -> None:
-        work = self._comm.send(tensor, dst=channel.other, async_op=True)
+    def _begin(self, tensor: Tensor, edge: Edge) -> None:
+        work = self._comm.send(tensor, dst=edge.other, async_op=True)
         assert work is not None
         self._sending.append(work)
         while len(self._sending) > _WAITING:
             self._sending.popleft().wait()
 
-    def _tell(self, channel: Channel, said: Any) -> None:
+    def _tell(self, edge: Edge, said: Any) -> None:
         content = torch.frombuffer(bytearray(pickle.dumps(said)), dtype=torch.uint8)
         for part in (torch.tensor([len(content)]), content):
-            self._begin(self._comm.to_device(part), channel)
+            self._begin(self._comm.to_device(part), edge)
 
-    def _listen(self, channel: Channel) -> Any:
+    def _listen(self, edge: Edge) -> Any:
         length = self._comm.to_device(torch.zeros(1, dtype=torch.int64))
-        self._comm.recv(length, src=channel.other)
+        self._comm.recv(length, src=edge.other)
         content = self._comm.to_device(torch.empty(int(length), dtype=torch.uint8))
-        self._comm.recv(content, src=channel.other)
+        self._comm.recv(content, src=edge.other)
         return pickle.loads(content.cpu().numpy().tobytes())
 
 

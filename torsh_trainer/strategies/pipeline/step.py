@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 from torsh_trainer.errors import TorshError, Unsupported
 from torsh_trainer.strategies.base import MicroBatch
 from torsh_trainer.strategies.pipeline.crossing import Left, Received
-from torsh_trainer.strategies.pipeline.exchange import Channel, Incoming, TensorSpec
+from torsh_trainer.strategies.pipeline.exchange import Edge, Incoming, TensorSpec
 from torsh_trainer.strategies.pipeline.held import HeldStages
 from torsh_trainer.strategies.pipeline.orders import Action
 
 
-class Computed(NamedTuple):
+class StageForward(NamedTuple):
     """A forward of a stage: the loss of the last one, or what goes to the next.
 
     ``received`` is what it began with, ``state`` where it has come to in its draws, and ``draws``
@@ -32,11 +32,11 @@ class Computed(NamedTuple):
 class StageWork(Protocol):
     """What an engine does for a stage and a micro-batch."""
 
-    def run_forward(self, stage: int, micro: MicroBatch, message: Message | None) -> Computed:
+    def run_forward(self, stage: int, micro: MicroBatch, message: Message | None) -> StageForward:
         """The forward of ``stage``."""
 
     def run_backward(
-        self, micro: MicroBatch, done: Computed, gradients: Sequence[Tensor] | None
+        self, micro: MicroBatch, done: StageForward, gradients: Sequence[Tensor] | None
     ) -> None:
         """Adds the gradients of ``done``, whose outputs have ``gradients``."""
 
@@ -59,7 +59,7 @@ class PipelineStep:
         self._micro_batches = micro_batches
         self._keys = [("train", shapes_of(micro.batch)) for micro in micro_batches]
         self._coming: dict[tuple[str, int, int], Incoming] = {}
-        self._done: dict[tuple[int, int], Computed] = {}
+        self._done: dict[tuple[int, int], StageForward] = {}
         self.losses: dict[int, Tensor] = {}
 
     def run(self, order: Sequence[Action]) -> None:
@@ -88,7 +88,7 @@ class PipelineStep:
 
     def _receive_forward(self, stage: int, i: int) -> None:
         self._coming["forward", stage, i] = self._held.exchange.receive(
-            self._channel("forward", stage, stage - 1), self._keys[i]
+            self._edge("forward", stage, stage - 1), self._keys[i]
         )
 
     def _forward(self, stage: int, i: int) -> None:
@@ -104,12 +104,12 @@ class PipelineStep:
         done = self._done[stage, i]
         assert isinstance(done.result, Left)
         specs, tensors = pack(done.result, done.state)
-        channel = self._channel("forward", stage + 1, stage + 1)
-        self._held.exchange.send(channel, self._keys[i], specs, tensors)
+        edge = self._edge("forward", stage + 1, stage + 1)
+        self._held.exchange.send(edge, self._keys[i], specs, tensors)
 
     def _receive_backward(self, stage: int, i: int) -> None:
         self._coming["backward", stage, i] = self._held.exchange.receive(
-            self._channel("backward", stage, stage + 1), self._keys[i]
+            self._edge("backward", stage, stage + 1), self._keys[i]
         )
 
     def _backward(self, stage: int, i: int) -> None:
@@ -136,13 +136,13 @@ class PipelineStep:
                 )
             specs.append(spec._replace(dtype=gradient.dtype, trains=False))
             tensors.append(gradient)
-        channel = self._channel("backward", stage - 1, stage - 1)
-        self._held.exchange.send(channel, self._keys[i], specs, tensors)
+        edge = self._edge("backward", stage - 1, stage - 1)
+        self._held.exchange.send(edge, self._keys[i], specs, tensors)
 
     # -- words ------------------------------------------------------------------------------------
 
-    def _channel(self, kind: str, stage: int, other: int) -> Channel:
-        return Channel(self._held.rank_of(other), kind, stage)
+    def _edge(self, kind: str, stage: int, other: int) -> Edge:
+        return Edge(self._held.rank_of(other), kind, stage)
 
     def _tell(self, error: TorshError, rest: Sequence[Action]) -> None:
         """Has those raise ``error`` too who wait for a first message of this process."""
@@ -152,10 +152,10 @@ class PipelineStep:
             if action.kind in beside and (action.kind, action.stage) not in told:
                 told.add((action.kind, action.stage))
                 kind, step = beside[action.kind]
-                channel = self._channel(kind, action.stage + step, action.stage + step)
-                if channel.other != self._held.exchange.failed:
+                edge = self._edge(kind, action.stage + step, action.stage + step)
+                if edge.other != self._held.exchange.failed:
                     key = self._keys[action.micro_batch]
-                    self._held.exchange.tell_error(channel, key, error)
+                    self._held.exchange.tell_error(edge, key, error)
 
 
 _NOTHING = Left((), ())
