@@ -72,7 +72,7 @@ class ForwardDraws:
         return None
 
     def again(self, micro: MicroBatch, kept: Any) -> contextlib.AbstractContextManager[None]:
-        """As ``of``, where ``kept`` is what ``keep`` gave at the end of the forward of ``micro``."""
+        """As ``of``, where ``keep`` gave ``kept`` at the end of the forward of ``micro``."""
         return self.of(micro)
 
     def __enter__(self) -> None:

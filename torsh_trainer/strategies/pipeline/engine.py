@@ -20,7 +20,7 @@ from torsh_trainer.strategies.pipeline.crossing import Left, Passage
 from torsh_trainer.strategies.pipeline.evaluation import StagedEvaluation
 from torsh_trainer.strategies.pipeline.held import HeldStages
 from torsh_trainer.strategies.pipeline.orders import order_of
-from torsh_trainer.strategies.pipeline.step import StageForward, Message, PipelineStep
+from torsh_trainer.strategies.pipeline.step import Message, PipelineStep, StageForward
 from torsh_trainer.strategies.pipeline.task import StageTask
 from torsh_trainer.strategies.sharded import ShardedGradients
 from torsh_trainer.strategies.trainability import Change, change_error

@@ -42,7 +42,7 @@ class Edge(NamedTuple):
 class Exchange:
     """Sends and receives over ``comm``, which nobody else uses.
 
-    Messages of a edge arrive in the order in which they were sent; both sides name the same
+    Messages of an edge arrive in the order in which they were sent; both sides name the same
     ``key`` for a message: what its shapes follow from.
     """
 
