@@ -148,7 +148,8 @@ class FSDP(UnusedKnobs, Strategy):
         units = units_in_words(cut.units, cut.rest)
         if cut.layers.names:
             units += " (before layers are cut)"
-        layout = [cut.layers.summary, units, init.summary]
+        stages = "" if cut.stages is None else cut.stages.summary
+        layout = [stages, cut.layers.summary, units, init.summary]
         sharding.shard(
             cut.rest,
             cut.units,

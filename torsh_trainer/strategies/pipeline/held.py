@@ -239,7 +239,8 @@ def _summarise(
         f"{waits:.0%} of the time"
     )
     if job.batch.accumulate < plan.count:
-        said += f" (trainer.accumulate={4 * pp} would be {4 * pp} micro-batches)"
+        more = bubble(ranks=pp, stages_per_rank=knobs.stages_per_rank, micro_batches=4 * pp)
+        said += f", and {more:.0%} with trainer.accumulate={4 * pp}"
     return said
 
 
