@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from torsh_trainer.strategies.parallel import Parallel
+from torsh_trainer.testing.compare import OF_CUT_LAYERS
 from torsh_trainer.testing.strategy import StrategyContract
+from torsh_trainer.testing.tiny import TinyModelOptions
 
 MANUAL = {"manual_optimization": "a process has a stage of the model, and no loss of its own"}
 
@@ -29,3 +31,11 @@ class TestPipelineOfReplicas(InTwoStages):
     variant = True
     strategy = Parallel(schedule="gpipe", shard_size=1)
     world_sizes = (2,)
+
+
+class TestPipelineOfCutLayers(InTwoStages):
+    variant = True
+    strategy = Parallel()
+    tensor_parallel = 2
+    tolerances = OF_CUT_LAYERS
+    model = TinyModelOptions(attention=True)

@@ -220,6 +220,15 @@ def test_a_run_equals_one_of_one_process(kind: str, mesh: str, tmp_path: Path) -
         check(outcome, asked)
 
 
+@pytest.mark.matrix(1)
+@pytest.mark.parametrize("kind", ["gpt-clipped", "gpt-weighs", "gpt-adamw"])
+def test_stages_of_layers_that_are_cut_equal_one_process(kind: str, tmp_path: Path) -> None:
+    asked = beside_data(KINDS[kind])
+    made = trainer(asked, Parallel(), MeshOptions(pp=2, tp=2))
+    for outcome in shared_pool(4).run(run_on_rank, made, tmp_path):
+        check(outcome, asked)
+
+
 # -- checkpoints ----------------------------------------------------------------------------------
 
 PLACES: dict[str, tuple[int, Strategy, MeshOptions]] = {

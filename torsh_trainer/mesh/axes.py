@@ -19,7 +19,7 @@ from torsh_trainer.errors import ConfigError, Unsupported
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first; those of plugins lie within the last."""
 
-Meaning = Literal["data", "loss", "norm", "model", "tensor", "pipeline"]
+Meaning = Literal["data", "loss", "norm", "model", "tensor", "pipeline", "stage"]
 MEANINGS: Mapping[Meaning, tuple[str, ...]] = {
     "data": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp"),
@@ -27,10 +27,11 @@ MEANINGS: Mapping[Meaning, tuple[str, ...]] = {
     "model": ("pp", "cp", "tp"),
     "tensor": ("tp",),
     "pipeline": ("pp",),
+    "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
 }
 """Along which axes the processes of a group lie: ``data`` see other samples, ``loss`` have parts of
 one loss, ``norm`` parts of one gradient, ``model`` the same samples, ``tensor`` parts of one layer,
-``pipeline`` other layers of one model.
+``pipeline`` other layers of one model, ``stage`` the same layers, or parts of them.
 """
 
 NOT_YET = {

@@ -206,15 +206,20 @@ class FSDP(UnusedKnobs, Strategy):
         roots = find_roots(model, self.refuse) if job.manual else [model]
         uncut = self._uncut(model, [*units, *roots], job, comm)
         hooks = hooks_of(model, uncut.values(), job, self)
-        layers = cut_layers(model, job, groups, self, table=self.plan, hooked=hooks)
+        layers = self._cut_layers(model, job, groups, hooks, stages)
         whole = set(uncut.values())
         units = [u for u in units if u not in roots and any(p not in whole for p in u.parameters())]
         parts, rest = self._merge_units(units, roots, whole)
         rounds = self.gather_in_compute_dtype and job.precision.autocast
         low = find_rounded_by_autocast(model) if rounds else set()
         # All that is whole on processes that share layers is the same there, too.
-        modules.share([*uncut.values(), *model.buffers()], groups.whole if layers.names else comm)
+        modules.share([*uncut.values(), *model.buffers()], groups.stage if layers.names else comm)
         return Division(model, roots, parts, rest, uncut, hooks, low, layers, stages)
+
+    def _cut_layers(
+        self, model: nn.Module, job: Job, groups: Groups, hooks: Hooks, stages: Any
+    ) -> CutLayers:
+        return cut_layers(model, job, groups, self, table=self.plan, hooked=hooks)
 
     def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         if self.wrap_modules:

@@ -12,10 +12,13 @@ from torsh_trainer.mesh import Groups
 from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job
 from torsh_trainer.strategies.fsdp import FSDP
+from torsh_trainer.strategies.parameter_hooks import Hooks
 from torsh_trainer.strategies.pipeline.engine import PipelineEngine
 from torsh_trainer.strategies.pipeline.held import PipelineKnobs, check_beside, hold_stages
 from torsh_trainer.strategies.pipeline.orders import check_micro_batches, check_schedule
-from torsh_trainer.strategies.tensor_parallel.parallel import refuse_beside
+from torsh_trainer.strategies.tensor_parallel import layers
+from torsh_trainer.strategies.tensor_parallel.parallel import CutLayers, cut_layers, refuse_beside
+from torsh_trainer.strategies.tensor_parallel.plan import check_sizes, find_plan
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,9 @@ class Parallel(FSDP):
         knobs = ("cpu_offload", "gather_in_compute_dtype", "reduce_every_micro_batch")
         return {
             **{f"strategy.{knob}=true": getattr(self, knob) for knob in knobs},
-            f"mesh.tp={job.groups.mesh.tp}": job.groups.mesh.tp > 1,
+            f"strategy.stages_per_rank={self.stages_per_rank} and mesh.tp={job.groups.mesh.tp}": (
+                self.stages_per_rank > 1 and job.groups.mesh.tp > 1
+            ),
             f"precision.gradients={job.precision.gradients}": job.precision.gradients != "fp32",
             "strategy.wrap_min_parameters": self.wrap_min_parameters is not None,
         }
@@ -73,11 +78,26 @@ class Parallel(FSDP):
         modules.refuse_sparse(model, "mesh.pp", use="set mesh.pp=1 and use strategy=ddp")
         knobs = PipelineKnobs(self.schedule, self.stages_per_rank, self.split, self.both_ends)
         check_beside(job, model, knobs)
+        if groups.mesh.tp > 1:  # of all layers, before each process has its own
+            plan = find_plan(model, job.task, self.plan, groups.mesh)
+            layers.refuse_kinds(model, plan)
+            check_sizes(model, plan, tp=groups.mesh.tp, dp_shard=groups.mesh.dp_shard)
+            layers.find_cuts(model, plan)
         again = modules.find_recomputed(model, job)
         held = hold_stages(model, job, groups, knobs)
         held.refuse_within(again, model, "trainer.activation_checkpointing")
         modules.recompute([m for m in again if any(True for _ in m.parameters())], job)
         return model, held
+
+    def _cut_layers(
+        self, model: nn.Module, job: Job, groups: Groups, hooks: Hooks, stages: Any
+    ) -> CutLayers:
+        if stages is None:
+            return super()._cut_layers(model, job, groups, hooks, stages)
+        is_computed = stages.is_computed
+        return cut_layers(
+            model, job, groups, self, table=self.plan, hooked=hooks, is_computed=is_computed
+        )
 
     def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         units = super()._units(model, stages)

@@ -74,6 +74,7 @@ class PipelineEngine(FSDPEngine):
             model,
             device,
             norm_group=norm,
+            counts=self._layers.counts,
             counts_whole=held.counts_whole,
             uncounted=held.list_uncounted(model),
         )

@@ -116,6 +116,10 @@ class HeldStages:
                     fix=f"name whole blocks in strategy.split, or other classes in {knob}",
                 )
 
+    def is_computed(self, name: str) -> bool:
+        """Whether this process computes the module called ``name``."""
+        return bool(self.plan.places[name] & set(self.own))
+
     def list_uncounted(self, model: nn.Module) -> list[nn.Parameter]:
         """The parameters that count in a norm where another process holds them, too."""
         named = dict(model.named_parameters())
@@ -168,7 +172,7 @@ def hold_stages(model: nn.Module, job: Job, groups: Groups, knobs: PipelineKnobs
         everywhere,
         buffers,
         tied,
-        groups.mesh.coordinates["dp_shard"] == 0,
+        not any(groups.mesh.coordinates[axis] for axis in ("dp_shard", "tp")),
         summary,
         (alone, *made),
     )
