@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.parallel import Parallel
 from torsh_trainer.testing.compare import OF_CUT_LAYERS
 from torsh_trainer.testing.strategy import StrategyContract
 from torsh_trainer.testing.tiny import TinyModelOptions
 
-OF_A_VARIANT = "test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch"
-"""Its rule that is not for ``make test-all`` alone."""
-
 
 class OverTwo(StrategyContract):
     tensor_parallel = 2
     tolerances = OF_CUT_LAYERS
     for_branches = Parallel(find_unused_parameters=True)
-
-    @classmethod
-    def is_exhaustive(cls, rule: Callable[..., None], world_size: int) -> bool:
-        return super().is_exhaustive(rule, world_size) or (
-            cls.variant and rule.__name__ != OF_A_VARIANT
-        )
+    rules_of_a_variant = frozenset(["test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch"])
 
 
 class TestTensorParallel(OverTwo):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from torsh_trainer.strategies.parallel import Parallel
 from torsh_trainer.testing.compare import OF_CUT_LAYERS
 from torsh_trainer.testing.strategy import StrategyContract
@@ -14,6 +16,7 @@ class InTwoStages(StrategyContract):
     pipeline_parallel = 2
     refuses = MANUAL
     world_sizes = (1,)
+    rules_of_a_variant = frozenset(["test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch"])
     for_branches = Parallel(split=("blocks.1",))  # its experts are more than its blocks
 
 
@@ -39,3 +42,14 @@ class TestPipelineOfCutLayers(InTwoStages):
     tensor_parallel = 2
     tolerances = OF_CUT_LAYERS
     model = TinyModelOptions(attention=True)
+
+
+@pytest.mark.exhaustive
+def test_stages_of_cut_layers_of_shards_equal_plain_pytorch_on_eight_processes() -> None:
+    class Suite(InTwoStages):
+        strategy = Parallel(wrap_min_bytes=0)
+        tensor_parallel = 2
+        model = TinyModelOptions(attention=True)
+
+    Suite().test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch(2)
+    Suite().test_three_steps_of_sgd_equal_plain_pytorch(2)

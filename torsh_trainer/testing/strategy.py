@@ -91,7 +91,8 @@ class StrategyContract:
 
     With ``variant`` the class tries other knobs of a strategy that has a class of its own. A suite
     that holds every promise once runs all rules for a strategy on two processes (or on its first
-    number of them); on other numbers, and for a variant, those about gradients: ``is_exhaustive``.
+    number of them); on other numbers, and for a variant, those about gradients, of which
+    ``rules_of_a_variant`` may name a few: ``is_exhaustive``.
     """
 
     strategy: ClassVar[Strategy]
@@ -108,6 +109,7 @@ class StrategyContract:
     pipeline_parallel: ClassVar[int] = 1
     model: ClassVar[TinyModelOptions] = TinyModelOptions()
     variant: ClassVar[bool] = False
+    rules_of_a_variant: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: Any) -> None:
@@ -121,6 +123,8 @@ class StrategyContract:
         """Whether this rule on so many processes holds what another one holds already."""
         whole = 2 if 2 in cls.world_sizes else cls.world_sizes[0]
         gradients = getattr(rule, "is_about_gradients", False)
+        if cls.variant and cls.rules_of_a_variant:
+            gradients = rule.__name__ in cls.rules_of_a_variant
         return not gradients and (cls.variant or world_size != whole)
 
     # -- the gradient, SGD first: Adam would hide a factor -----------------------------------------
