@@ -52,11 +52,7 @@ class Parallel(FSDP):
         refuse_beside(job, self, self._not_beside_stages(job), axis="pp")
         check_micro_batches(self.schedule, ranks=mesh.pp, micro_batches=job.batch.accumulate)
         # Whole from the first forward of a step to its last backward, and reduced after it.
-        whole = replace(
-            self,
-            find_unused_parameters=True,
-            wrap_min_bytes=self.wrap_min_bytes if self.stages_per_rank == 1 else 0,
-        )
+        whole = replace(self, find_unused_parameters=True)
         return super(Parallel, whole).prepare(job, comm)
 
     def _not_beside_stages(self, job: Job) -> dict[str, bool]:
@@ -101,11 +97,17 @@ class Parallel(FSDP):
 
     def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         units = super()._units(model, stages)
-        if stages is not None:
-            stages.refuse_within(units, model, "strategy.wrap_modules")
-        return units
+        if stages is None:
+            return units
+        stages.refuse_within(units, model, "strategy.wrap_modules")
+        # What is gathered once a step needs no small units, whose hooks cost each micro-batch.
+        return [unit for unit in units if self.wrap_modules or _bytes(unit) >= self.wrap_min_bytes]
 
     def _make_engine(self, stages: Any, *args: Any, **kwargs: Any) -> Engine:
         if stages is None:
             return super()._make_engine(stages, *args, **kwargs)
         return PipelineEngine(stages, *args, **kwargs)
+
+
+def _bytes(unit: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in unit.parameters())
