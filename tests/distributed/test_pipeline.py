@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,12 @@ class Source(DataSource):
 
 
 class Untied(nn.Module):
-    """Residuals outside of its blocks, a head of its own, and a norm of batches at the end."""
+    """Residuals outside of its blocks, a head of its own, a parameter without dimensions, which no
+    process cuts, and a norm of batches at the end."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.9))
         self.tokens = nn.Embedding(WORDS, 12)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12), nn.GELU()) for _ in range(4)
@@ -81,7 +84,7 @@ class Untied(nn.Module):
         self.head = nn.Linear(12, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
+        x = self.tokens(tokens) * self.scale
         for block in self.blocks:
             x = x + block(x)
         return self.head(self.norm(x.flatten(0, 1)).view_as(x))
@@ -271,10 +274,10 @@ def test_a_run_goes_on_on_another_mesh(
 
 def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tmp_path: Path) -> None:
     made = trainer(replace(KINDS["gpt-adamw"], dropout=0.3), Parallel(), PP)
-    pool = shared_pool(2)
-    whole = pool.run(run_on_rank, made, tmp_path / "whole")
-    pool.run(run_on_rank, made, tmp_path / "cut", 2)
-    for through, resumed in zip(whole, pool.run(run_on_rank, made, tmp_path / "cut"), strict=True):
+    pool, run = shared_pool(2), partial(run_on_rank, mode="async")
+    whole = pool.run(run, made, tmp_path / "whole")
+    pool.run(run, made, tmp_path / "cut", 2)
+    for through, resumed in zip(whole, pool.run(run, made, tmp_path / "cut"), strict=True):
         assert resumed.losses == {step: through.losses[step] for step in (3, 4)}
         for name, value in through.parameters.items():
             assert torch.equal(resumed.parameters[name], value), name
@@ -420,7 +423,7 @@ def elements(comm: Communicator) -> int:
     groups = Groups(mesh, comm)
     job = Job(task, task.build_model, BatchPlan(8, 2, 4 // mesh.dp, mesh.dp), groups=groups)
     engine: Any = strategy.prepare(job, groups.data)
-    held = sum(p.to_local().numel() for p in engine.model.parameters())
+    held = sum(p.to_local().numel() for p in engine.model.parameters() if p.dim())
     with engine.whole_shapes():
         whole = sum(p.numel() for p in engine.model.parameters())
     assert whole == sum(p.numel() for p in task.build_model().parameters())
@@ -430,7 +433,7 @@ def elements(comm: Communicator) -> int:
 
 
 def test_a_process_holds_its_part_of_both_meshes() -> None:
-    total = sum(p.numel() for p in Untied().parameters())
+    total = sum(p.numel() for p in Untied().parameters() if p.dim())
     held = shared_pool(4).run(elements)
     assert sum(held) == total
     assert max(held) <= 1.25 * total / 4  # four blocks, and an embedding or a head beside them
