@@ -55,6 +55,7 @@ MESHES: dict[str, tuple[int, Strategy, MeshOptions]] = {
     "1f1b": (2, Parallel(), PP),
     "gpipe": (2, Parallel(schedule="gpipe"), PP),
     "interleaved": (2, Parallel(schedule="interleaved_1f1b", stages_per_rank=2), PP),
+    "looped": (2, Parallel(schedule="looped_bfs", stages_per_rank=2), PP),
     "dp_shard=2": (4, Parallel(), PP),
     "dp_replicate=2": (4, Parallel(), MeshOptions(pp=2, dp_replicate=2, dp_shard=1)),
     "pp=4": (4, Parallel(), MeshOptions(pp=4)),

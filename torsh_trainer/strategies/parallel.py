@@ -25,11 +25,11 @@ from torsh_trainer.strategies.tensor_parallel.plan import check_sizes, find_plan
 class Parallel(FSDP):
     """``fsdp``, which also cuts layers over ``mesh.tp`` and the model over ``mesh.pp``.
 
-    ``schedule`` is the order in which stages run micro-batches: ``gpipe``, ``1f1b`` or
-    ``interleaved_1f1b``, which takes ``stages_per_rank`` above 1. ``split`` names the modules at
-    which all stages but the first begin; empty cuts between the repeated blocks, evenly by
-    parameters. ``both_ends`` names modules that the first and the last stage compute; empty takes
-    those of the model's ``pipeline_plan()``.
+    ``schedule`` is the order in which stages run micro-batches: ``gpipe`` or ``1f1b``; or
+    ``interleaved_1f1b`` or ``looped_bfs``, which take ``stages_per_rank`` above 1. ``split``
+    names the modules at which all stages but the first begin; empty cuts between the repeated
+    blocks, evenly by parameters. ``both_ends`` names modules that the first and the last stage
+    compute; empty takes those of the model's ``pipeline_plan()``.
 
     The axes of a model that are still to come (``cp``, ``ep``) will be its own.
     """

@@ -1,8 +1,9 @@
 """In which order a process of a pipeline computes and sends.
 
 The order of interleaved 1F1B is that of torch.distributed.pipelining, and so is where sends and
-receives stand in every order. GPipe and 1F1B are written out: as a list of actions torch 2.13 has
-them for pictures alone, and its 1F1B begins the last stage with the second micro-batch.
+receives stand in every order. GPipe, looped BFS and 1F1B are written out: as a list of actions
+torch 2.13 has them for pictures alone, and its 1F1B begins the last stage with the second micro-
+batch.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torsh_trainer.errors import ConfigError, Unsupported, nearest
 Kind = Literal["forward", "backward", "send_forward", "receive_forward", "send_backward",
                "receive_backward"]  # fmt: skip
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
-NOT_YET = ("looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
+SEVERAL_STAGES = ("interleaved_1f1b", "looped_bfs")
+"""Those of several stages on each process."""
+NOT_YET = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 
 
 class Action(NamedTuple):
@@ -39,7 +42,7 @@ def check_schedule(name: str, stages_per_rank: int) -> None:
     if name in NOT_YET:
         raise Unsupported(
             f"strategy.schedule={name} is not there yet",
-            fix="use gpipe, 1f1b or interleaved_1f1b",
+            fix=f"use {', '.join(SCHEDULES[:-1])} or {SCHEDULES[-1]}",
         )
     if name not in SCHEDULES:
         raise ConfigError(f"strategy.schedule={name} is unknown", fix=nearest(name, SCHEDULES))
@@ -47,10 +50,10 @@ def check_schedule(name: str, stages_per_rank: int) -> None:
         raise ConfigError(
             f"strategy.stages_per_rank={stages_per_rank} is below 1", fix="give 1 or more"
         )
-    if (stages_per_rank > 1) is not (name == "interleaved_1f1b"):
+    if (stages_per_rank > 1) is not (name in SEVERAL_STAGES):
         raise ConfigError(
             f"strategy.schedule={name} with strategy.stages_per_rank={stages_per_rank}: "
-            + ("interleaving takes 2 or more" if stages_per_rank == 1 else "it takes 1"),
+            + ("it takes 2 or more" if stages_per_rank == 1 else "it takes 1"),
             fix="set strategy.schedule=interleaved_1f1b strategy.stages_per_rank=2, or "
             "strategy.schedule=1f1b strategy.stages_per_rank=1",
         )
@@ -105,6 +108,20 @@ def order_of(
         )
         made = torchs.ScheduleInterleaved1F1B._calculate_single_rank_operations
         computed = {one: made(known, one) for one in range(ranks)}  # type: ignore[arg-type]
+    elif name == "looped_bfs":
+        # All micro-batches through a stage before the next one of the process begins.
+        computed = {
+            one: [
+                torchs._Action(stage, kind, i)
+                for kind, loops in (
+                    (torchs.F, range(stages_per_rank)),
+                    (torchs.FULL_BACKWARD, reversed(range(stages_per_rank))),
+                )
+                for stage in (one + loop * ranks for loop in loops)
+                for i in range(micro_batches)
+            ]
+            for one in range(ranks)
+        }
     else:
         computed = {}
         for stage in range(ranks):
