@@ -225,6 +225,18 @@ def test_a_run_equals_one_of_one_process(kind: str, mesh: str, tmp_path: Path) -
 
 
 @pytest.mark.matrix(1)
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "looped_bfs"])
+@pytest.mark.parametrize("kind", ["gpt-dropout", "gpt-adamw"])
+def test_several_stages_a_process_beside_shards_equal_one_process(
+    kind: str, schedule: str, tmp_path: Path
+) -> None:
+    asked = beside_data(KINDS[kind])
+    strategy = Parallel(schedule=schedule, stages_per_rank=2, wrap_min_bytes=0)
+    for outcome in shared_pool(4).run(run_on_rank, trainer(asked, strategy, PP), tmp_path):
+        check(outcome, asked)
+
+
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", ["gpt-clipped", "gpt-weighs", "gpt-adamw"])
 def test_stages_of_layers_that_are_cut_equal_one_process(kind: str, tmp_path: Path) -> None:
     asked = beside_data(KINDS[kind])
@@ -508,6 +520,12 @@ REFUSED: dict[str, tuple[Task, Strategy, dict[str, Any], str]] = {
         "a stage begins at 'blocks.3.1', within 'blocks.3', which strategy.wrap_modules",
     ),
 }
+
+
+def test_running_averages_at_several_times_are_refused() -> None:
+    strategy = Parallel(schedule="interleaved_1f1b", stages_per_rank=2)
+    for words in shared_pool(4).run(refusal, Words(UNTIED), strategy, PP):
+        assert "running averages (BatchNorm) over several data-parallel processes" in words
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,8 +2,7 @@
 
 The order of interleaved 1F1B is that of torch.distributed.pipelining, and so is where sends and
 receives stand in every order. GPipe, looped BFS and 1F1B are written out: as a list of actions
-torch 2.13 has them for pictures alone, and its 1F1B begins the last stage with the second micro-
-batch.
+torch 2.13 has them for pictures alone, and its 1F1B begins the last stage with micro-batch 1.
 """
 
 from __future__ import annotations
