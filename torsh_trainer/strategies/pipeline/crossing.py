@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torsh_trainer.errors import TorshError, Unsupported
 from torsh_trainer.strategies.pipeline.exchange import TensorSpec
+from torsh_trainer.strategies.pipeline.following import OUTSIDE, FollowOutside
 from torsh_trainer.strategies.pipeline.stages import StagePlan
-
-OUTSIDE = "_torsh_outside"
-"""The attribute of a tensor without values: the module that would have computed it."""
 
 
 class Left(BaseException):
@@ -229,7 +226,7 @@ class Crossing:
             Unsupported: the forward does something that stages cannot.
         """
         self.passage = passage
-        follow = _FollowOutside(passage) if watches else contextlib.nullcontext()
+        follow = FollowOutside(passage) if watches else contextlib.nullcontext()
         before = self._versions() if watches else {}
         if watches:
             passage.at_begin = lambda: before.update(self._versions())
@@ -454,51 +451,3 @@ def _what_goes(name: str, arguments: Any) -> tuple[list[TensorSpec], list[Tensor
             fix="name a module in strategy.split that takes what the one before has computed",
         )
     return specs, tensors
-
-
-_OF_SHAPES = frozenset(
-    (
-        *("__get__", "__set__", "size", "dim", "numel", "stride", "ndimension", "__len__"),
-        *("is_floating_point", "is_complex", "get_device", "element_size", "is_contiguous"),
-        *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
-    )
-)
-"""What looks at no value of a tensor."""
-
-
-class _FollowOutside(TorchFunctionMode):
-    """Marks what is computed from tensors without values, and refuses it within the stage."""
-
-    def __init__(self, passage: Passage) -> None:
-        super().__init__()
-        self._passage = passage
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        what = getattr(func, "__name__", "")
-        outside = next(
-            (
-                leaf
-                for leaf in tree_leaves((args, kwargs))
-                if isinstance(leaf, Tensor) and OUTSIDE in vars(leaf)
-            ),
-            None,
-        )
-        if outside is None or what in _OF_SHAPES:
-            return func(*args, **kwargs)
-        name = vars(outside)[OUTSIDE]
-        if self._passage.has_begun:
-            raise Unsupported(
-                f"mesh.pp: stage {self._passage.stage} uses ({what}) what {name!r} of an earlier "
-                "stage has computed, beside what the module at which it begins is called with",
-                fix="name modules in strategy.split that are called with all that goes on from "
-                "there, or set mesh.pp=1",
-            )
-        found = func(*args, **kwargs)
-        for leaf in tree_leaves((found,)):
-            if isinstance(leaf, Tensor):
-                setattr(leaf, OUTSIDE, name)
-        return found
