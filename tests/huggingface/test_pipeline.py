@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.test_pipeline_stages import check_stages, make_stages, run_stages
 from torsh_trainer.comm.base import Communicator
+from torsh_trainer.errors import Unsupported
 from torsh_trainer.mesh import Groups, MeshOptions
 from torsh_trainer.optim.optimizers import OptimizerSpec
 from torsh_trainer.strategies.base import BatchPlan, Clip, Job, MicroBatch, MicroBatchPlace
@@ -115,3 +117,58 @@ def test_a_step_in_stages_is_that_of_a_plain_loop(name: str) -> None:
             away = float((parameters[key] - value).abs().max() / value.abs().max())
             assert away <= bound * U32, f"{key} by {away / U32:.1f} u"
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-5 if bound else 0.0)
+
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+IMAGES = {"image_size": 16, "patch_size": 4, **SMALL}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForSequenceClassification", SMALL),
+    "roberta": ("RobertaForMaskedLM", {**SMALL, "max_position_embeddings": 32}),
+    "gpt_neox": ("GPTNeoXForCausalLM", SMALL),
+    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}),
+    "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "vit": ("ViTForImageClassification", IMAGES),
+}
+
+
+def build(name: str, kind: str, knobs: Mapping[str, Any]) -> Any:
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.AutoConfig.for_model(name, **knobs)
+    model = getattr(transformers, kind)(config)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", OTHERS)
+def test_stages_of_other_models_are_the_model(name: str) -> None:
+    given = torch.ones(2, 3, 16, 16) if name == "vit" else TOKENS
+    check_stages(
+        build(name, *OTHERS[name]),
+        2,
+        lambda model: model(given).logits,
+        lambda logits: logits.float().square().mean(),
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_decoder_whose_layers_all_read_an_encoder_is_refused() -> None:
+    sizes = {"vocab_size": 40, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    stages = make_stages(build("t5", "T5ForConditionalGeneration", {**sizes, "d_kv": 8}), 2)
+    with pytest.raises(Unsupported, match="of an earlier stage has computed"):
+        run_stages(
+            stages,
+            lambda model: model(input_ids=TOKENS, decoder_input_ids=TOKENS).logits,
+            lambda logits: logits.mean(),
+        )

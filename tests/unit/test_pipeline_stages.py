@@ -199,6 +199,27 @@ def test_a_forward_that_is_called_without_its_module_leaves_too() -> None:
     check_stages(Odd(""), 2, lambda m: m.forward(x))
 
 
+class Looks(nn.Linear):
+    """Looks at what it computes, which has no shape without values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * 2.0 if float(x.detach().sum()) > 0.0 else x
+
+
+def test_a_block_that_looks_at_values_is_taken_to_give_what_it_takes() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    check_stages(nn.Sequential(*(Looks(4, 4) for _ in range(4))), 2, lambda m: m(x))
+
+
+def test_one_that_does_not_is_refused_where_the_next_stage_begins() -> None:
+    model = nn.Sequential(Looks(4, 6), Looks(6, 5), Looks(5, 5))
+    stages = make_stages(model, 2, split=("2",))
+    with pytest.raises(Unsupported, match=r"gives .* and '2', at which stage 1 begins, takes"):
+        run_stages(stages, lambda m: m(torch.ones(3, 4)), lambda outputs: outputs.mean())
+
+
 # -- what is refused ------------------------------------------------------------------------------
 
 
