@@ -214,7 +214,7 @@ def beside_data(kind: Kind) -> Kind:
     return replace(kind, relative=max(kind.relative, least), parameters=max(kind.parameters, most))
 
 
-@pytest.mark.matrix(8)
+@pytest.mark.matrix(6)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_equals_one_of_one_process(kind: str, mesh: str, tmp_path: Path) -> None:
