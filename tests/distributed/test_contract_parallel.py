@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.parallel import Parallel
-from torsh_trainer.testing.compare import BF16, FP16, U16, UB16
+from torsh_trainer.testing.compare import OF_CUT_LAYERS
 from torsh_trainer.testing.strategy import StrategyContract
 from torsh_trainer.testing.tiny import TinyModelOptions
-
-# Below fp32 a layer that is cut by rows rounds the sums of both processes, and then their sum,
-# where one process rounds once: an output differs by at most 3 u of the sum of its terms' sizes.
-# Losses of the first step, exact elsewhere, differ as those of later ones may: by u. Gradients pass
-# six such sums, each with two roundings more than one process has: by 12 u.
-LOW = {
-    "bf16-mixed": BF16._replace(first=UB16, parameters=12 * UB16),
-    "bf16-true": BF16._replace(first=UB16, parameters=12 * UB16),
-    "fp16-mixed": FP16._replace(first=U16),
-}
-
-
-OF_A_VARIANT = "test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch"
-"""Its rule that is not for ``make test-all`` alone."""
 
 
 class OverTwo(StrategyContract):
     tensor_parallel = 2
-    tolerances = LOW
+    tolerances = OF_CUT_LAYERS
     for_branches = Parallel(find_unused_parameters=True)
-
-    @classmethod
-    def is_exhaustive(cls, rule: Callable[..., None], world_size: int) -> bool:
-        return super().is_exhaustive(rule, world_size) or (
-            cls.variant and rule.__name__ != OF_A_VARIANT
-        )
+    rules_of_a_variant = frozenset(["test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch"])
 
 
 class TestTensorParallel(OverTwo):

@@ -36,13 +36,15 @@ from torsh_trainer.comm import watching
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.checkpoint.dcp import DcpCheckpointer
 from torsh_trainer.launchers.local import Local
+from torsh_trainer.mesh import MeshOptions
 from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.strategies.parallel import Parallel
 
 WHERE, SIZE, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 
 
 def broken(where):
-    wanted = "training" if WHERE == "on_error" else WHERE
+    wanted = "training" if WHERE in ("on_error", "a stage") else WHERE
     if where == wanted and dist.get_rank() == 1:
         FOLDER.joinpath("raised").write_text(str(time.time()))
         raise ValueError("the words of the rank that raised")
@@ -72,7 +74,7 @@ class Line(Task):
             return save(*args)
 
         DcpCheckpointer.save = fails
-        return nn.Linear(4, 1)
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
 
     def loss(self, outputs, batch):
         if WHERE == "never comes" and dist.get_rank() == 1:
@@ -86,9 +88,10 @@ if __name__ == "__main__":
     watching.BACKENDS = ("gloo",) if WHERE == "never comes" else watching.BACKENDS
     Trainer(
         task=Line(),
-        loading=Loading(batch_size=16),
+        loading=Loading(batch_size=16, micro_batch_size=4),
         comm=CommOptions(timeout_s=30.0),
-        strategy=DDP(),
+        strategy=Parallel() if WHERE == "a stage" else DDP(),
+        mesh=MeshOptions(pp=2 if WHERE == "a stage" else 1),
         launcher=Local(num_processes="auto" if "RANK" in os.environ else SIZE),
         callbacks=[Fails()],
         max_steps=4,
@@ -125,7 +128,7 @@ def seconds_since_the_raise(script: Path) -> float:
 @pytest.mark.matrix(1)
 @pytest.mark.parametrize(
     ("where", "size"),
-    [("training", 2), ("training", 4), ("save", 2)],
+    [("training", 2), ("training", 4), ("save", 2), ("a stage", 2)],
 )
 @pytest.mark.exhaustive
 def test_a_rank_that_raises_ends_the_job_of_the_launcher_with_its_words(where, size, script):

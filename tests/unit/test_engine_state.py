@@ -166,3 +166,17 @@ def test_sparse_adam_gets_its_slots_without_a_dense_gradient() -> None:
     }
     assert torch.equal(table.weight, before)
     assert table.weight.grad is None
+
+
+def test_a_group_whose_parameters_other_processes_hold_takes_its_settings_back() -> None:
+    net = nn.ModuleDict({"here": nn.Linear(1, 1, bias=False), "there": nn.Linear(1, 1, bias=False)})
+    here, there = (net[key].weight for key in ("here", "there"))
+    groups = [["here.weight"], ["there.weight"]]
+    both = torch.optim.SGD([{"params": [here], "lr": 0.1}, {"params": [there], "lr": 0.2}])
+    saved = optimizer_state(both, names_of(net))
+
+    mine = torch.optim.SGD([{"params": [here], "lr": 1.0}, {"params": [there], "lr": 1.0}])
+    mine.param_groups[1]["params"] = []
+    load_optimizers({"main": mine}, {"main": saved}, names_of(net), {"main": groups})
+    assert [group["lr"] for group in mine.param_groups] == [0.1, 0.2]
+    assert optimizer_state(mine, names_of(net), groups)["groups"] == saved["groups"]

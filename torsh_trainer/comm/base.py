@@ -132,11 +132,11 @@ class Communicator(abc.ABC):
         """``outputs[i]`` becomes member i's ``inputs[rank]``; sizes may differ, dtypes may not."""
 
     @abc.abstractmethod
-    def send(self, tensor: Tensor, *, dst: int) -> None:
-        """Sends to one member, which calls ``recv``."""
+    def send(self, tensor: Tensor, *, dst: int, async_op: bool = False) -> Work | None:
+        """Sends to one member, which calls ``recv``; messages between two arrive in order."""
 
     @abc.abstractmethod
-    def recv(self, tensor: Tensor, *, src: int) -> None:
+    def recv(self, tensor: Tensor, *, src: int, async_op: bool = False) -> Work | None:
         """Receives from one member into ``tensor``."""
 
     @abc.abstractmethod

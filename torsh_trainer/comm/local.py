@@ -73,10 +73,10 @@ class LocalCommunicator(Communicator):
         for output, value in zip(outputs, inputs, strict=True):
             output.copy_(value)
 
-    def send(self, tensor: Tensor, *, dst: int) -> None:
+    def send(self, tensor: Tensor, *, dst: int, async_op: bool = False) -> None:
         raise _nobody("send to")
 
-    def recv(self, tensor: Tensor, *, src: int) -> None:
+    def recv(self, tensor: Tensor, *, src: int, async_op: bool = False) -> None:
         raise _nobody("receive from")
 
     def barrier(self) -> None:

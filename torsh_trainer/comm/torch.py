@@ -168,14 +168,23 @@ class TorchCommunicator(Communicator):
             output.copy_(part.view(output.shape))
 
     @_collective
-    def send(self, tensor: Tensor, *, dst: int) -> None:
-        dist.send(tensor.contiguous(), self._other(dst), group=self.process_group)
+    def send(self, tensor: Tensor, *, dst: int, async_op: bool = False) -> Work | None:
+        buffer, to = tensor.contiguous(), self._other(dst)
+        if not async_op:
+            dist.send(buffer, to, group=self.process_group)
+            return None
+        work = dist.isend(buffer, to, group=self.process_group)
+        return self._end_work(work, lambda: _write_back(buffer, buffer))  # which keeps the memory
 
     @_collective
-    def recv(self, tensor: Tensor, *, src: int) -> None:
-        buffer = tensor.contiguous()
-        dist.recv(buffer, self._other(src), group=self.process_group)
-        _write_back(tensor, buffer)
+    def recv(self, tensor: Tensor, *, src: int, async_op: bool = False) -> Work | None:
+        buffer, giver = tensor.contiguous(), self._other(src)
+        if not async_op:
+            dist.recv(buffer, giver, group=self.process_group)
+            _write_back(tensor, buffer)
+            return None
+        work = dist.irecv(buffer, giver, group=self.process_group)
+        return self._end_work(work, lambda: _write_back(tensor, buffer))
 
     # -- Python numbers -------------------------------------------------------------------------
 

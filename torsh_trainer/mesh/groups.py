@@ -62,6 +62,16 @@ class Groups:
         """Processes that have parts of one layer."""
         return self.group("tensor")
 
+    @property
+    def pipeline(self) -> Communicator:
+        """Processes that have other layers of one model, by their stage."""
+        return self.group("pipeline")
+
+    @property
+    def stage(self) -> Communicator:
+        """Processes that have the same layers, or parts of them; all where there is one stage."""
+        return self.whole if self.mesh.pp == 1 else self.group("stage")
+
     def close(self) -> None:
         """Lets go of the groups that were made here."""
         for comm in self._made.values():
@@ -108,6 +118,6 @@ class Groups:
         return self.device_mesh["tp"]
 
 
-_MADE_AT_ONCE: tuple[Meaning, ...] = ("data", "loss", "model", "tensor")
-_MAY_BE_ALONE: tuple[Meaning, ...] = ("norm", "model", "tensor")
+_MADE_AT_ONCE: tuple[Meaning, ...] = ("data", "loss", "model", "tensor", "pipeline")
+_MAY_BE_ALONE: tuple[Meaning, ...] = ("norm", "model", "tensor", "pipeline", "stage")
 """Of which a process may be the only one: it needs no group of its own then."""

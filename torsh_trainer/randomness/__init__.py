@@ -57,6 +57,24 @@ class ForwardDraws:
                 generator.manual_seed(micro.rng_key)
         return self
 
+    def state(self) -> Tensor:
+        """uint8: where the forward at work is in its draws, for another process to go on from."""
+        return torch.cat([generator.get_state() for generator in self._generators])
+
+    def go_on(self, state: Tensor) -> None:
+        """The forward at work draws next what it would where ``state`` was taken."""
+        states = state.split([len(generator.get_state()) for generator in self._generators])
+        for generator, own in zip(self._generators, states, strict=True):
+            generator.set_state(own.clone())
+
+    def keep(self) -> Any:
+        """What ``again`` needs to run the forward at work, or parts of it, once more."""
+        return None
+
+    def again(self, micro: MicroBatch, kept: Any) -> contextlib.AbstractContextManager[None]:
+        """As ``of``, where ``keep`` gave ``kept`` at the end of the forward of ``micro``."""
+        return self.of(micro)
+
     def __enter__(self) -> None:
         """Begins."""
 
@@ -111,6 +129,35 @@ class SampleDraws(ForwardDraws):
         self._unseen, self._following = self._following, self._following * 2
         return _Looking(self, self._told)
 
+    def state(self) -> Tensor:
+        self._begin_if_fresh()
+        numbers = [self._numbers.get(g.initial_seed(), -1) for g in self._generators]
+        counted = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
+        return torch.cat([super().state(), counted])
+
+    def go_on(self, state: Tensor) -> None:
+        self._begin_if_fresh()
+        words = 8 * len(self._generators)
+        super().go_on(state[:-words])
+        numbers = state[-words:].clone().view(torch.int64).tolist()
+        for generator, number in zip(self._generators, numbers, strict=True):
+            if number >= 0:
+                self._numbers[generator.initial_seed()] = number
+
+    def keep(self) -> Any:
+        self._begin_if_fresh()
+        return self._numbers
+
+    def again(self, micro: MicroBatch, kept: Any) -> contextlib.AbstractContextManager[None]:
+        around = self.of(micro)
+        self._begin_if_fresh()
+        self._numbers = dict(kept)
+        return around
+
+    def _begin_if_fresh(self) -> None:
+        if self._fresh is not None:
+            self._begin(self._fresh)
+
     def __enter__(self) -> None:
         kernels.current = self
 
@@ -123,8 +170,7 @@ class SampleDraws(ForwardDraws):
         self, shape: Sequence[int], device: torch.device, operation: str
     ) -> tuple[Tensor, Layout] | None:
         """Keys (samples,) of the next draw, and its layout; None: torch draws."""
-        if self._fresh is not None:
-            self._begin(self._fresh)
+        self._begin_if_fresh()
         kind = device.type
         generator, samples = self._by_device.get(kind), self._samples
         if generator is None or samples is None or self._key is None:

@@ -357,6 +357,15 @@ class Engine(abc.ABC):
         """
         return ()
 
+    def name_groups(self) -> Mapping[str, Sequence[Sequence[str]]]:
+        """Names of the parameters in each group of each optimizer, those included that other
+        processes hold."""
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return {
+            key: [[names[id(p)] for p in group["params"] if id(p) in names] for group in groups]
+            for key, groups in ((k, one.param_groups) for k, one in self.optimizers.items())
+        }
+
     def whole_shapes(self) -> contextlib.AbstractContextManager[None]:
         """Within, parameters of ``model`` have the shapes that they were built with, for who counts
         them, where an engine leaves them empty between their uses; their values are not there."""

@@ -133,7 +133,8 @@ class Buffers:
 
     ``averages`` names buffers beside those of BatchNorm that follow the same recurrence once in
     every forward, each with its momentum. With ``shares`` all others that a forward changes are
-    rank 0's in every step; without, each rank has its own while it trains.
+    rank 0's in every step; without, each rank has its own while it trains. ``part`` tells apart the
+    notes of processes that hold other parts of one model.
 
     Raises:
         ConfigError: ``averages`` names what is no buffer, or a momentum outside 0 to 1.
@@ -146,8 +147,10 @@ class Buffers:
         *,
         shares: bool = True,
         averages: Mapping[str, float] | None = None,
+        part: str = "",
     ) -> None:
         self._comm = comm
+        self._place = f"{part}rank_{comm.rank}"
         self._alone = comm.size == 1
         self._shares = shares
         self._slots = list(slots_of(model))
@@ -204,7 +207,7 @@ class Buffers:
         start = {slot.name: t for a in self._averages for slot, t in a.start.items()}
         behind = self._behind + self._in_step
         common = {"world_size": size, "behind": behind, "start": start, "rows": rows}
-        return {**common, "ranks": {f"rank_{rank}": place}}
+        return {**common, "ranks": {self._place: place}}
 
     def expect(self, saved: Mapping[str, Any]) -> None:
         """Before ``template``: what a checkpoint holds of it beside tensors."""
@@ -220,7 +223,7 @@ class Buffers:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes what ``template`` gave, filled; without it all ranks go on from the same."""
-        mine = state.get("ranks", {}).get(f"rank_{self._comm.rank}")
+        mine = state.get("ranks", {}).get(self._place)
         if mine is None or self._own is None:
             self._restart()
             return
@@ -422,7 +425,7 @@ def _batch_norms(model: nn.Module) -> Iterator[RunningAverage]:
     """Those of torch's own BatchNorm; a forward of another's may do otherwise."""
     for prefix, module in model.named_modules():
         own = isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
-        if own and module.running_mean is not None:
+        if own and module._buffers.get("running_mean") is not None:
             keys = ("running_mean", "running_var", "num_batches_tracked")
             *slots, count = [BufferSlot(f"{prefix}.{key}", module, key) for key in keys]
             yield RunningAverage(slots, module=module, count=count)

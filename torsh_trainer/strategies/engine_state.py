@@ -14,6 +14,7 @@ from torsh_trainer.optim.loss_scaling import LossScaler
 from torsh_trainer.strategies.base import GradientCompression
 from torsh_trainer.strategies.buffers import Buffers
 from torsh_trainer.strategies.state import (
+    GroupNames,
     load_model,
     load_optimizers,
     materialise_slots,
@@ -25,7 +26,8 @@ from torsh_trainer.strategies.trainability import Trainable
 @dataclass(frozen=True)
 class EngineState:
     """The parts of an engine that go into a checkpoint. ``names`` maps ``id(parameter)`` to its
-    name. See ``Engine.state_dict`` for the form."""
+    name, ``groups`` are the names in each group, where other processes hold some of them. See
+    ``Engine.state_dict`` for the form."""
 
     model: nn.Module
     optimizers: Mapping[str, Optimizer]
@@ -35,14 +37,16 @@ class EngineState:
     scaler: LossScaler | None
     ema: Ema | None
     compression: GradientCompression | None
+    groups: Mapping[str, GroupNames] | None = None
 
     def save(self) -> dict[str, Any]:
         """Everything that training has changed; collective."""
         self.buffers.gather()
+        groups = self.groups or {}
         state: dict[str, Any] = {
             "model": dict(self.model.state_dict()),
             "optimizer": {
-                name: optimizer_state(optimizer, self.names)
+                name: optimizer_state(optimizer, self.names, groups.get(name))
                 for name, optimizer in self.optimizers.items()
             },
         }
@@ -83,7 +87,7 @@ class EngineState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes what ``make_template`` gave, filled."""
         load_model(self.model, state["model"])
-        load_optimizers(self.optimizers, state["optimizer"], self.names)
+        load_optimizers(self.optimizers, state["optimizer"], self.names, self.groups)
         self.load_beside(state)
         if self.compression is not None:
             self.compression.load(state.get("compression", {}))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -147,7 +148,8 @@ class FSDP(UnusedKnobs, Strategy):
         units = units_in_words(cut.units, cut.rest)
         if cut.layers.names:
             units += " (before layers are cut)"
-        layout = [cut.layers.summary, units, init.summary]
+        stages = "" if cut.stages is None else cut.stages.summary
+        layout = [stages, cut.layers.summary, units, init.summary]
         sharding.shard(
             cut.rest,
             cut.units,
@@ -161,7 +163,8 @@ class FSDP(UnusedKnobs, Strategy):
             prefetch_depth=self.prefetch_depth,
             refuse=self.refuse,
         )
-        return FSDPEngine(
+        return self._make_engine(
+            cut.stages,
             self,
             job,
             comm,
@@ -176,6 +179,16 @@ class FSDP(UnusedKnobs, Strategy):
             low=cut.low,
         )
 
+    def _make_engine(self, stages: Any, *args: Any, **kwargs: Any) -> Engine:
+        return FSDPEngine(*args, **kwargs)
+
+    def _build(self, job: Job, comm: Communicator, groups: Groups) -> tuple[nn.Module, Any]:
+        """The model, or the stages of it that are this process's; and what ``_make_engine`` is to
+        know of them."""
+        model = modules.build(job, comm, leaves_parameters=True)
+        modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
+        return model, None
+
     @property
     def _not_beside_cut_layers(self) -> Mapping[str, bool]:
         knobs = ("cpu_offload", "gather_in_compute_dtype")
@@ -187,24 +200,28 @@ class FSDP(UnusedKnobs, Strategy):
         Raises:
             Unsupported: FSDP2 cannot take the model.
         """
-        model = modules.build(job, comm, leaves_parameters=True)
-        modules.refuse_sparse(model, "strategy=fsdp", use="use strategy=ddp")
-        units = self._units(model)
+        model, stages = self._build(job, comm, groups)
+        units = self._units(model, stages)
         modules.compile_modules(job, units or [model])
         roots = find_roots(model, self.refuse) if job.manual else [model]
         uncut = self._uncut(model, [*units, *roots], job, comm)
         hooks = hooks_of(model, uncut.values(), job, self)
-        layers = cut_layers(model, job, groups, self, table=self.plan, hooked=hooks)
+        layers = self._cut_layers(model, job, groups, hooks, stages)
         whole = set(uncut.values())
         units = [u for u in units if u not in roots and any(p not in whole for p in u.parameters())]
         parts, rest = self._merge_units(units, roots, whole)
         rounds = self.gather_in_compute_dtype and job.precision.autocast
         low = find_rounded_by_autocast(model) if rounds else set()
         # All that is whole on processes that share layers is the same there, too.
-        modules.share([*uncut.values(), *model.buffers()], groups.whole if layers.names else comm)
-        return Division(model, roots, parts, rest, uncut, hooks, low, layers)
+        modules.share([*uncut.values(), *model.buffers()], groups.stage if layers.names else comm)
+        return Division(model, roots, parts, rest, uncut, hooks, low, layers, stages)
 
-    def _units(self, model: nn.Module) -> list[nn.Module]:
+    def _cut_layers(
+        self, model: nn.Module, job: Job, groups: Groups, hooks: Hooks, stages: Any
+    ) -> CutLayers:
+        return cut_layers(model, job, groups, self, table=self.plan, hooked=hooks)
+
+    def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         if self.wrap_modules:
             units = modules.choose_blocks(model, self.wrap_modules, "strategy.wrap_modules")
         elif self.wrap_min_parameters is None:
@@ -268,6 +285,7 @@ class Division(NamedTuple):
     hooks: Hooks
     low: Collection[str]
     layers: CutLayers
+    stages: Any
 
 
 class FSDPEngine(NativeEngine):
@@ -275,6 +293,9 @@ class FSDPEngine(NativeEngine):
 
     whole_optimizers = False
     evaluates_together = True
+
+    overlaps: ClassVar[bool] = False
+    """Whether forwards begin before the backwards of others have ended."""
 
     def __init__(
         self,
@@ -303,7 +324,7 @@ class FSDPEngine(NativeEngine):
             module=model,
             eval_module=model,
             averaging_ranks=comm.size if self._means else 1,
-            gradients=ShardedGradients(model, comm.device, norm_group=norm, counts=layers.counts),
+            gradients=self._make_gradients(model, comm.device, norm),
             wrap_optimizer=self._check_optimizer,
             compression=scatter,
             emulation=knobs.emulation,
@@ -319,7 +340,9 @@ class FSDPEngine(NativeEngine):
             reduces_itself=knobs.find_unused_parameters,
         )
         carry_over(hooks, (part for part, _ in self._sharded.parts), self._names)
-        self._pass = WholePass(roots, comm) if knobs.find_unused_parameters else None
+        self._pass = (
+            WholePass(roots, comm, overlaps=self.overlaps) if knobs.find_unused_parameters else None
+        )
         self._order = CommonOrder(roots, comm) if self._pass is None else None
         if self._pass is None:
             refuse_second_order(model)
@@ -328,6 +351,11 @@ class FSDPEngine(NativeEngine):
         self._sharded.ready(scatter)
         self._low = low
         gather_in(DTYPES[job.precision.compute], self._sharded.units, self._names, low)
+
+    def _make_gradients(
+        self, model: nn.Module, device: torch.device, norm: Communicator
+    ) -> ShardedGradients:
+        return ShardedGradients(model, device, norm_group=norm, counts=self._layers.counts)
 
     def layout(self) -> str:
         return self._layout

@@ -30,10 +30,13 @@ from torsh_trainer.strategies.sync_batchnorm import synchronise
 from torsh_trainer.strategies.writes import refuse_bounded_rows
 
 
-def build(job: Job, comm: Communicator, *, leaves_parameters: bool = False) -> nn.Module:
+def build(
+    job: Job, comm: Communicator, *, leaves_parameters: bool = False, recomputes: bool = True
+) -> nn.Module:
     """The job's model on the communicator's device, in training mode.
 
-    ``leaves_parameters`` leaves them where ``build_model`` has put them.
+    ``leaves_parameters`` leaves them where ``build_model`` has put them; ``recomputes`` False
+    leaves ``recompute`` to the caller.
 
     Raises:
         Unsupported: torch.compile would lose gradients of micro-batches, or an embedding would be
@@ -50,15 +53,31 @@ def build(job: Job, comm: Communicator, *, leaves_parameters: bool = False) -> n
     job.precision.emulation.change_model(model)
     move = move_all_but_parameters if leaves_parameters else nn.Module.to
     model = move(model, comm.device)
-    if job.activation_checkpointing:
-        for module in choose_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules"):
-            recompute_in_backward(
-                module,
-                compiles=job.compile is not None,
-                keeps_products=job.activation_checkpointing == "selective",
-            )
+    if recomputes:
+        recompute(find_recomputed(model, job), job)
     check_alike(model, comm)
     return model.train()
+
+
+def find_recomputed(model: nn.Module, job: Job) -> list[nn.Module]:
+    """The modules whose forwards ``job`` has run again in the backward.
+
+    Raises:
+        ConfigError: there are none of those that it names.
+    """
+    if not job.activation_checkpointing:
+        return []
+    return choose_blocks(model, job.checkpoint_modules, "trainer.checkpoint_modules")
+
+
+def recompute(blocks: Sequence[nn.Module], job: Job) -> None:
+    """Has the forwards of ``blocks`` run again in the backward, as ``job`` asks."""
+    for module in blocks:
+        recompute_in_backward(
+            module,
+            compiles=job.compile is not None,
+            keeps_products=job.activation_checkpointing == "selective",
+        )
 
 
 def choose_blocks(model: nn.Module, class_names: Sequence[str], knob: str) -> list[nn.Module]:

@@ -95,7 +95,7 @@ class NativeEngine(Engine):
         self._clipping = Clipping(self._gradients, self._scaler, skips_nonfinite=job.skip_nonfinite)
         self._clipping.check(job.clip)
         self._clipped = ClippedApart(self._clipping)
-        built = optimizers or job.build_optimizers(model.named_parameters())
+        built = optimizers or self._build_optimizers(job)
         for optimizer in built.values() if self._gradients.sparse else ():
             modules.step_sparse(optimizer, self._gradients.sparse)  # type: ignore[arg-type]
         self.optimizers = {name: wrap_optimizer(optimizer) for name, optimizer in built.items()}
@@ -106,8 +106,7 @@ class NativeEngine(Engine):
         self._drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         self._autocast = DTYPES[precision.compute] if autocasts and precision.autocast else None
         self._last: dict[str, float] = {}
-        averages = job.task.running_averages(model)
-        self._buffers = Buffers(model, comm, shares=broadcast_buffers, averages=averages)
+        self._buffers = self._make_buffers(job, shares=broadcast_buffers)
         self._writes = self._watch_writes(job)
         self._loss_check = LossCheck()
         self._forwards, self._looks = 0, False
@@ -125,17 +124,27 @@ class NativeEngine(Engine):
             stepped = list(self.optimizers.values())
             self._emulation.begin(stepped, self._parameters, forget=_forget_state)
 
+    def _build_optimizers(self, job: Job) -> Mapping[str, Optimizer]:
+        return job.build_optimizers(self.model.named_parameters())
+
+    def _make_buffers(self, job: Job, *, shares: bool) -> Buffers:
+        averages = job.task.running_averages(self.model)
+        return Buffers(self.model, self.comm, shares=shares, averages=averages)
+
     def _make_evaluation(self, around: Around) -> Evaluation:
-        return Evaluation(
-            self.model,
-            self.eval_module,
-            self._device,
-            buffers=self._buffers,
-            autocast=self._autocast,
-            ema=self._ema,
-            around=around,
-            writes=self._evaluation_writes,
-        )
+        return Evaluation(**self._evaluation_parts(around))
+
+    def _evaluation_parts(self, around: Around) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "module": self.eval_module,
+            "device": self._device,
+            "buffers": self._buffers,
+            "autocast": self._autocast,
+            "ema": self._ema,
+            "around": around,
+            "writes": self._evaluation_writes,
+        }
 
     def _make_state(self) -> EngineState:
         return EngineState(
@@ -176,17 +185,22 @@ class NativeEngine(Engine):
         self._buffers.begin_step(micro_batches[0].place)
         if self._compression is not None:
             self._compression.begin(self._loss_scale)
-        *others, last = micro_batches
-        if not others and self._held is None:
-            parts = [self._micro_batch(last, total_weight, task, last=True)]
-        else:
-            with self.without_sync():
-                parts = [
-                    self._add_micro_batch(micro, total_weight, task, last=False) for micro in others
-                ]
-            parts.append(self._add_micro_batch(last, total_weight, task, last=True))
+        parts = self._run_micro_batches(micro_batches, total_weight, task)
         self._buffers.end_step()
         return LossReport(tuple(parts))
+
+    def _run_micro_batches(
+        self, micro_batches: Sequence[MicroBatch], total_weight: float, task: Task
+    ) -> Sequence[tuple[Tensor, float]]:
+        """Loss and weight of each; gradients are added up, and communicated."""
+        *others, last = micro_batches
+        if not others and self._held is None:
+            return [self._micro_batch(last, total_weight, task, last=True)]
+        with self.without_sync():
+            parts = [
+                self._add_micro_batch(micro, total_weight, task, last=False) for micro in others
+            ]
+        return [*parts, self._add_micro_batch(last, total_weight, task, last=True)]
 
     def _add_micro_batch(
         self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool

@@ -43,7 +43,12 @@ _SCALES = (1e-3, 1.0, 1e3, 0.1, 10.0, 1.0, 1e-2, 1.0)
 _MOST_PARTS = 32
 
 
-def refuse_joint(optimizer: Optimizer) -> None:
+def refuse_joint(
+    optimizer: Optimizer,
+    *,
+    asked_by: str = "strategy.zero1=true",
+    use: str = "use strategy=ddp with strategy.zero1=false",
+) -> None:
     """For engines that cut an optimizer by whole parameters.
 
     Raises:
@@ -67,9 +72,9 @@ def refuse_joint(optimizer: Optimizer) -> None:
     why = _try_stand_ins(optimizer, find)
     if why:
         raise Unsupported(
-            f"strategy.zero1=true steps parameters on several processes, and optimizer "
+            f"{asked_by} steps parameters on several processes, and optimizer "
             f"{type(optimizer).__name__} cannot be cut so: {why}",
-            fix="use strategy=ddp with strategy.zero1=false",
+            fix=use,
         )
 
 

@@ -127,7 +127,9 @@ class ShardedGradients(HeldGradients):
 
     ``norm_group`` holds each shard once; its ``process_group`` is None where a shard is a whole.
     Of a layer that is not cut over ``tp`` it holds a shard several times: ``counts`` says whether
-    this process's is the one that counts.
+    this process's is the one that counts. ``counts_whole`` says the same of those that are whole,
+    where processes of the group hold other ones (None: all hold the same). ``uncounted`` are
+    parameters that another process counts.
     """
 
     def __init__(
@@ -137,15 +139,23 @@ class ShardedGradients(HeldGradients):
         *,
         norm_group: Communicator,
         counts: bool = True,
+        counts_whole: bool | None = None,
+        uncounted: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__(model, device)
+        self._counts_whole = counts_whole
+        self._uncounted = uncounted
         self.norm_group = norm_group.process_group
         self._counts = counts
         self._whole: list[bool] = []
         self._counted: list[bool] = []
 
     def storage(self, gradients: list[Tensor]) -> list[Tensor]:
-        self._counted = [self._counts or _is_cut_over_tp(gradient) for gradient in gradients]
+        others = {id(p.grad) for p in self._uncounted}
+        self._counted = [
+            (self._counts or _is_cut_over_tp(gradient)) and id(gradient) not in others
+            for gradient in gradients
+        ]
         self._whole = [not hasattr(gradient, "placements") for gradient in gradients]
         parts = zip(gradients, self._whole, strict=True)
         with torch.no_grad():  # else each part is a view of its own, for autograd
@@ -155,11 +165,11 @@ class ShardedGradients(HeldGradients):
     def norm(self, storage: list[Tensor]) -> Tensor:
         # Shards of one group hold the whole gradient once; replicas hold it again.
         known = zip(storage, self._whole, self._counted, strict=True)
-        parts = [g for g, whole, counted in known if counted and not whole]
+        parts = [g for g, whole, counted in known if counted and (not whole or self._counts_whole)]
         square = local_norm(parts, self.device).square()
         if self.norm_group is not None:
             torch.distributed.all_reduce(square, group=self.norm_group)
-        if any(self._whole):
+        if any(self._whole) and self._counts_whole is None:
             uncut = [g for g, whole in zip(storage, self._whole, strict=True) if whole]
             square = square + local_norm(uncut, self.device).square()
         return square.sqrt()

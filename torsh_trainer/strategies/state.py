@@ -16,10 +16,17 @@ from torsh_trainer.tasks.weights import take_values
 log = logging.getLogger(__name__)
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+GroupNames = Sequence[Sequence[str]]
+"""Names of the parameters of each group of an optimizer."""
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], groups: GroupNames | None = None
+) -> dict[str, Any]:
     """``{"state": {parameter name: {slot: value}}, "groups": [settings, "params": names]}``.
 
     ``names`` maps ``id(parameter)`` to its name. Under ZeRO-1 the state holds this rank's share.
+    ``groups`` are the names in each group, where other processes hold some of its parameters.
 
     Raises:
         ConfigError: the optimizer keeps something that belongs to no parameter.
@@ -37,11 +44,17 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
         for p, slots in held.state.items()
         if slots
     }
-    groups = []
-    for group in optimizer.param_groups:
+    told = []
+    for group, own in zip(
+        optimizer.param_groups, groups or _name_groups(optimizer, names), strict=True
+    ):
         settings = {k: _number(v) for k, v in group.items() if k not in ("params", "param_names")}
-        groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
-    return {"state": state, "groups": groups}
+        told.append({**settings, "params": list(own)})
+    return {"state": state, "groups": told}
+
+
+def _name_groups(optimizer: Optimizer, names: Mapping[int, str]) -> GroupNames:
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _densify(value: Any) -> Any:
@@ -76,9 +89,14 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizers(
-    optimizers: Mapping[str, Optimizer], state: Mapping[str, Any], names: Mapping[int, str]
+    optimizers: Mapping[str, Optimizer],
+    state: Mapping[str, Any],
+    names: Mapping[int, str],
+    groups: Mapping[str, GroupNames] | None = None,
 ) -> None:
     """Puts back what ``optimizer_state`` gave for every optimizer of that name.
+
+    ``groups`` are as there, by optimizer.
 
     Raises:
         ConfigError: the checkpoint holds other optimizers than this run.
@@ -98,21 +116,25 @@ def load_optimizers(
             held.state[parameters[parameter_name]] = dict(saved["state"][parameter_name])
         for parameter_name in mine - set(saved["state"]):
             held.state.pop(parameters[parameter_name], None)
-        load_groups(optimizer, saved["groups"], names)
+        load_groups(optimizer, saved["groups"], names, None if groups is None else groups[name])
 
 
 def load_groups(
-    optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], names: Mapping[int, str]
+    optimizer: Optimizer,
+    saved: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+    groups: GroupNames | None = None,
 ) -> None:
     """Settings (lr, momentum, ...) that the parameters of a group were saved with.
 
-    Groups are matched by parameter, whatever their number and order. Where parameters that were
+    GroupNames are matched by parameter, whatever their number and order. Where parameters that were
     saved with different values of a setting now share a group, the run's own value stays, and the
     log says so. What an optimizer writes into its groups while it steps comes back, too.
     """
     by_parameter = {name: group for group in saved for name in group["params"]}
-    for group in optimizer.param_groups:
-        mine = [names[id(p)] for p in group["params"]]
+    for group, mine in zip(
+        optimizer.param_groups, groups or _name_groups(optimizer, names), strict=True
+    ):
         sources = {name: by_parameter[name] for name in mine if name in by_parameter}
         written = {key for source in sources.values() for key in source}
         for key in sorted({*group, *written}):

@@ -63,15 +63,18 @@ class WholePass:
     """For forwards that go different ways: no collective depends on what a process comes to.
 
     All units below a root are gathered when its forward begins, and stay until ``reduce``, which
-    reduces their gradients in the order of the modules after the backward.
+    reduces their gradients in the order of the modules after the backward. ``overlaps`` says that
+    forwards begin before the backwards of others have ended.
     """
 
-    def __init__(self, roots: Sequence[Any], comm: Communicator) -> None:
+    def __init__(self, roots: Sequence[Any], comm: Communicator, *, overlaps: bool = False) -> None:
         self._comm = comm
+        self._overlaps = overlaps
         self._roots = [(root, units_of(root)) for root in roots]
         for root, units in self._roots:
             root.set_requires_gradient_sync(False)
             root.set_reshard_after_backward(False)
+            root.set_is_last_backward(not overlaps)
             gather = functools.partial(self._gather, root, units)
             root.register_forward_pre_hook(gather, prepend=True)
 
@@ -93,7 +96,9 @@ class WholePass:
         for root, units in self._roots:
             if syncs:
                 root.set_requires_gradient_sync(True)
+                root.set_is_last_backward(True)
                 root._get_fsdp_state()._root_post_backward_final_callback()
+                root.set_is_last_backward(not self._overlaps)
                 root.set_requires_gradient_sync(False)
             for unit in units:
                 unit.reshard()

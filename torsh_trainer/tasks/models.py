@@ -242,6 +242,10 @@ class GPT(nn.Module):
             "blocks.*.mlp_out": "rowwise",
         }
 
+    def pipeline_plan(self) -> dict[str, Any]:
+        """What stages (``mesh.pp``) are to know: the first and the last one use the embedding."""
+        return {"both_ends": ["tokens"]}
+
     @property
     def padded_rows(self) -> dict[str, int]:
         """How many rows of a padded parameter stand for a word, by its name."""

@@ -34,7 +34,7 @@ def on_a_mesh(
     strategy: Strategy,
     *args: Any,
 ) -> Any:
-    """``case`` where consecutive processes have the same samples, as ``options`` say."""
+    """``case`` where several processes have the same samples, as ``options`` say."""
     strategy, mesh = divide(comm.world, strategy, options)
     groups = Groups(mesh, comm)
     token = _GROUPS.set(groups)
@@ -43,6 +43,11 @@ def on_a_mesh(
     finally:
         _GROUPS.reset(token)
         groups.close()
+
+
+def _whole_state(engine: Engine, comm: Communicator) -> dict[str, Any]:
+    groups = _GROUPS.get()
+    return whole_state(engine.state_dict(), comm, None if groups is None else groups.pipeline)
 
 
 def train(comm: Communicator, strategy: Strategy, scenario: Scenario) -> TrainingOutcome:
@@ -75,7 +80,7 @@ def resume(
     outcome = TrainingOutcome()
     for number in range(last):
         first.step(number, outcome)
-    saved = whole_state(first.engine.state_dict(), comm)
+    saved = _whole_state(first.engine, comm)
     went_on = first.finish(_after(first, last, outcome))
 
     other_start = replace(scenario, model=replace(scenario.model, seed=7))
@@ -159,7 +164,7 @@ def manual(comm: Communicator, strategy: Strategy, scenario: Scenario) -> dict[s
     engine.zero_grad()
     engine.backward(task.loss(task.forward(module, third.batch), third.batch))
     engine.step_one(next(iter(engine.optimizers)), Clip(norm=0.1))
-    parameters: dict[str, Tensor] = whole_state(engine.state_dict(), comm)["model"]
+    parameters: dict[str, Tensor] = _whole_state(engine, comm)["model"]
     engine.close()
     return parameters
 
@@ -280,7 +285,7 @@ class Driver:
 
     def finish(self, outcome: TrainingOutcome) -> TrainingOutcome:
         """Everything else that training left; then the engine is closed."""
-        state = whole_state(self.engine.state_dict(), self.comm)
+        state = _whole_state(self.engine, self.comm)
         outcome.parameters = state["model"]
         outcome.optimizer = {name: entry["state"] for name, entry in state["optimizer"].items()}
         outcome.loss_scale = state.get("loss_scale", {}).get("scale")

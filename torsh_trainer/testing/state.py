@@ -13,15 +13,20 @@ from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.base import Communicator
 
 
-def whole_state(state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+def whole_state(
+    state: Mapping[str, Any], comm: Communicator, pipeline: Communicator | None = None
+) -> dict[str, Any]:
     """An engine's state with every shard put together, on every rank; on the CPU.
 
-    Collective. What several ranks hold whole must be the same on all of them.
+    ``pipeline`` are processes that have other stages of the model. Collective. What several ranks
+    hold whole must be the same on all of them.
 
     Raises:
         AssertionError: it is not, or the pieces of a tensor leave a hole.
     """
     merged: dict[str, Any] = _merge(comm.all_gather_object(_without_dtensors(state)), "")
+    if pipeline is not None and pipeline.size > 1:
+        merged = _merge(pipeline.all_gather_object(merged), "")
     return merged
 
 

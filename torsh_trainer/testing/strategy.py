@@ -85,12 +85,14 @@ class StrategyContract:
     ``micro_batches`` multiplies the micro-batches of every step, where a knob wants a multiple.
     ``comm_options`` choose the backend of the processes, gloo where they do not.
     With ``model_replicate`` so many processes stand in the place of each of ``world_sizes``, and
-    compute the same thing on the same samples; with ``tensor_parallel`` they share each layer.
+    compute the same thing on the same samples; with ``tensor_parallel`` they share each layer, with
+    ``pipeline_parallel`` they have the layers in turn.
     ``model`` is what the tiny model has in all rules.
 
     With ``variant`` the class tries other knobs of a strategy that has a class of its own. A suite
     that holds every promise once runs all rules for a strategy on two processes (or on its first
-    number of them); on other numbers, and for a variant, those about gradients: ``is_exhaustive``.
+    number of them); on other numbers, and for a variant, those about gradients, of which
+    ``rules_of_a_variant`` may name a few: ``is_exhaustive``.
     """
 
     strategy: ClassVar[Strategy]
@@ -104,8 +106,10 @@ class StrategyContract:
     comm_options: ClassVar[CommOptions] = OPTIONS
     model_replicate: ClassVar[int] = 1
     tensor_parallel: ClassVar[int] = 1
+    pipeline_parallel: ClassVar[int] = 1
     model: ClassVar[TinyModelOptions] = TinyModelOptions()
     variant: ClassVar[bool] = False
+    rules_of_a_variant: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def pytest_generate_tests(cls, metafunc: Any) -> None:
@@ -119,6 +123,8 @@ class StrategyContract:
         """Whether this rule on so many processes holds what another one holds already."""
         whole = 2 if 2 in cls.world_sizes else cls.world_sizes[0]
         gradients = getattr(rule, "is_about_gradients", False)
+        if cls.variant and cls.rules_of_a_variant:
+            gradients = rule.__name__ in cls.rules_of_a_variant
         return not gradients and (cls.variant or world_size != whole)
 
     # -- the gradient, SGD first: Adam would hide a factor -----------------------------------------
@@ -404,18 +410,20 @@ class StrategyContract:
         *args: Any,
         strategy: Strategy | None = None,
     ) -> list[Any]:
-        copies = self.model_replicate * self.tensor_parallel
-        pool = shared_pool(world_size * copies, self.device, self.comm_options)
+        copies, pp = self.model_replicate * self.tensor_parallel, self.pipeline_parallel
+        pool = shared_pool(world_size * copies * pp, self.device, self.comm_options)
         given = (strategy or self.strategy, self._cut(scenario), *args)
-        if copies == 1:
+        if copies * pp == 1:
             return pool.run(case, *given)
-        mesh = ReplicatedModel(model_replicate=self.model_replicate, tp=self.tensor_parallel)
+        mesh = ReplicatedModel(model_replicate=self.model_replicate, tp=self.tensor_parallel, pp=pp)
         answers = pool.run(cases.on_a_mesh, mesh, case, *given)
-        for rank, answer in enumerate(answers):
-            first = answers[rank // copies * copies]
+        for rank, answer in enumerate(
+            answers
+        ):  # stages are the outermost axis, copies the innermost
+            first = answers[rank % (world_size * copies) // copies * copies]
             differing = differences(as_dicts(answer), as_dicts(first))
             assert not differing, f"rank {rank} has the samples of another, and not its {differing}"
-        return answers[::copies]
+        return answers[: world_size * copies : copies]
 
     def _train_reference(
         self, scenario: Scenario, world_size: int, strategy: Strategy

@@ -92,7 +92,7 @@ def run_on_rank(
     run = RankRun(parts, began=time.perf_counter())
     try:
         run.run()
-        state = whole_state(parts.engine.state_dict(), parts.groups.data)
+        state = whole_state(parts.engine.state_dict(), parts.groups.data, parts.groups.pipeline)
     finally:
         run.close()
     comm.barrier()

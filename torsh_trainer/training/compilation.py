@@ -128,6 +128,8 @@ def asks_on(device: torch.device) -> bool:
 def _why_eager(spec: RunSpec, job: Job, strategy: Strategy) -> str:
     """Why a run is not compiled, whatever it would gain; empty where it may be."""
     options = dict(spec.compile_options)
+    if job.groups is not None and job.groups.mesh.pp > 1:
+        return "mesh.pp leaves a forward where the next stage begins, which nothing compiles yet"
     if job.groups is not None and job.groups.mesh.tp > 1:
         return "mesh.tp cuts layers, whose sums over processes nothing compiles yet"
     if spec.deterministic:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from torsh_trainer.checkpoint.fit import Fit, slots_of, with_late_slots
 from torsh_trainer.checkpoint.plain import Path as Key
@@ -118,23 +117,23 @@ def schedule_facts(schedule: Schedule | StatefulSchedule | None) -> dict[str, An
     }
 
 
-def optimizer_facts(optimizers: Mapping[str, Optimizer], model: nn.Module) -> dict[str, Any]:
+def optimizer_facts(engine: Engine) -> dict[str, Any]:
     """Classes and settings as configured: taken before a schedule has changed any."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = engine.name_groups()
     return {
         "optimizer": {
             name: {
                 "class": type(local_optimizer(optimizer)).__qualname__,
-                "groups": [_settings(group, names) for group in optimizer.param_groups],
+                "groups": list(map(_settings, optimizer.param_groups, names[name])),
             }
-            for name, optimizer in optimizers.items()
+            for name, optimizer in engine.optimizers.items()
         }
     }
 
 
-def _settings(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+def _settings(group: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     settings = {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
-    return {**settings, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+    return {**settings, "params": list(names)}
 
 
 def _needs_total(schedule: Schedule) -> bool:

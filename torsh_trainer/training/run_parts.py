@@ -195,7 +195,7 @@ class RunParts:
             **self.factory.setup_facts(),
             "trainer.compile": self.job.compile is not None,
             **resume.strategy_facts(self.strategy),
-            **resume.optimizer_facts(self.engine.optimizers, self.engine.model),
+            **resume.optimizer_facts(self.engine),
             **place,
             "precision": self.precision.name,
             "precision.matmul": numerics.products(self.comm.device),

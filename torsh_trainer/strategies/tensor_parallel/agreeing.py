@@ -21,8 +21,11 @@ class WholeAlike:
     """Compares the bits on all members of ``comm``, after the first step, the second, and then ever
     more rarely."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(
+        self, comm: Communicator, held: str = "whole on the processes that share layers (mesh.tp)"
+    ) -> None:
         self._comm = comm
+        self._held = held
         self._steps = 0
 
     def check(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -40,9 +43,9 @@ class WholeAlike:
         if bool(differs.any()):
             name = list(parameters)[int(differs.nonzero()[0])]
             raise TrainingError(
-                f"the parameter {name!r} is whole on the processes that share layers (mesh.tp), "
-                "and no longer the same: its gradient depends on the order of a sum",
-                fix="set trainer.deterministic=true, or mesh.tp=1",
+                f"the parameter {name!r} is {self._held}, and no longer the same: its gradient "
+                "depends on the order of a sum, or it began with other values",
+                fix="set trainer.deterministic=true, or that axis of the mesh to 1",
                 parameter=name,
             )
 

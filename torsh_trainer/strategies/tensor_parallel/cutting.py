@@ -46,7 +46,7 @@ class Cutting:
         if not self._cuts:
             share_in_one(parameters, comm, init)
             return
-        share_in_one(parameters, self._groups.whole, init)
+        share_in_one(parameters, self._groups.stage, init)
         for parameter in parameters:
             cut = self._cuts.pop(parameter, None)
             if cut is not None:

@@ -53,8 +53,12 @@ def cuts_of(module: nn.Module, style: Style) -> dict[str, Cut]:
     return cuts
 
 
-def find_cuts(model: nn.Module, plan: ParallelPlan) -> dict[nn.Parameter, Cut]:
+def find_cuts(
+    model: nn.Module, plan: ParallelPlan, is_computed: Callable[[str], bool] = lambda name: True
+) -> dict[nn.Parameter, Cut]:
     """How the parameters of ``model`` are cut; those that are not named stay whole.
+
+    Modules that are not computed here (``is_computed`` of their names) have no say in it.
 
     Raises:
         Unsupported: modules that share a parameter do not agree about it, or hold it in a way that
@@ -62,6 +66,8 @@ def find_cuts(model: nn.Module, plan: ParallelPlan) -> dict[nn.Parameter, Cut]:
     """
     users: dict[nn.Parameter, dict[str, Cut | None]] = {}
     for name, module in model.named_modules():
+        if not is_computed(name):
+            continue
         cuts: dict[str, Cut] = {}
         if name in plan.styles:
             cuts = cuts_of(module, plan.styles[name])

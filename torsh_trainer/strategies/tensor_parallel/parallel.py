@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,10 +86,12 @@ def cut_layers(
     *,
     table: Mapping[str, Any],
     hooked: Collection[str],
+    is_computed: Callable[[str], bool] = lambda name: True,
 ) -> CutLayers:
     """Finds the plan of ``model`` and has its layers compute on parts, which are not cut yet.
 
     ``table`` is ``strategy.plan``, ``hooked`` names parameters with hooks of a user.
+    ``is_computed`` says which modules are this process's, by name.
 
     Raises:
         ConfigError: there is no plan, or a size does not divide.
@@ -98,11 +100,12 @@ def cut_layers(
     tp = groups.mesh.tp
     if tp == 1:
         return CutLayers(Cutting(model, {}, groups))
-    check_alike(model, groups.whole)
+    check_alike(model, groups.stage)
     plan = find_plan(model, job.task, table, groups.mesh)
+    plan = replace(plan, styles={n: s for n, s in plan.styles.items() if is_computed(n)})
     layers.refuse_kinds(model, plan)
     check_sizes(model, plan, tp=tp, dp_shard=groups.mesh.dp_shard)
-    cuts = layers.find_cuts(model, plan)
+    cuts = layers.find_cuts(model, plan, is_computed)
     names = frozenset(name for name, p in model.named_parameters() if p in cuts)
     for name in sorted(names & set(hooked)):
         raise knobs.refuse(
@@ -132,9 +135,10 @@ def _summarise(
     return f"layers cut over {tp} processes, {share}: {plan.summary}{rest}"
 
 
-def refuse_beside(job: Job, knobs: Strategy, asked: Mapping[str, bool]) -> None:
-    """Refuses what nobody has made right beside layers that are cut; ``asked`` are knobs that are
-    on, by name.
+def refuse_beside(
+    job: Job, knobs: Strategy, asked: Mapping[str, bool], *, axis: str = "tp"
+) -> None:
+    """Refuses what nobody has made right beside ``axis``; ``asked`` are knobs that are on, by name.
 
     Raises:
         Unsupported: names the first.
@@ -149,5 +153,5 @@ def refuse_beside(job: Job, knobs: Strategy, asked: Mapping[str, bool]) -> None:
         if on:
             knob = option.partition("=")[0]
             raise knobs.refuse(
-                f"{option} beside mesh.tp", use=f"leave {knob} out, or set mesh.tp=1"
+                f"{option} beside mesh.{axis}", use=f"leave {knob} out, or set mesh.{axis}=1"
             )

@@ -227,6 +227,7 @@ def _case(cls: Any, place: str, name: str) -> Case:
         for axis, count in (
             ("model_replicate", cls.model_replicate),
             ("tp", cls.tensor_parallel),
+            ("pp", cls.pipeline_parallel),
         ):
             if count > 1:
                 words += f" on mesh({axis}={count})"

@@ -1,0 +1,1 @@
+"""One model in stages over processes that have the same samples: cuts, schedules, and messages."""
