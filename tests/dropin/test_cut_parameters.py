@@ -6,12 +6,21 @@ import io
 
 import pytest
 import torch
+from safetensors import torch as safe
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torsh_trainer.dropin.zero import gathering
 from torsh_trainer.dropin.zero.settings import Settings
 from torsh_trainer.errors import Unsupported
+
+
+@pytest.fixture(autouse=True)
+def restore_saving(monkeypatch):
+    """What saves is exchanged for a test alone."""
+    monkeypatch.setattr(torch, "save", torch.save)
+    for name in [name for name, held in vars(safe).items() if callable(held)]:
+        monkeypatch.setattr(safe, name, getattr(safe, name))
 
 
 @pytest.fixture
@@ -22,8 +31,7 @@ def cut():
     torch.distributed.destroy_process_group()
 
 
-def test_a_part_is_not_saved_for_a_whole(cut, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "save", torch.save)
+def test_a_part_is_not_saved_for_a_whole(cut, tmp_path):
     gathering.refuse_saved_parts()
     with pytest.raises(Unsupported, match=r"torch\.save of parameters that stage 3 has cut"):
         torch.save({"model": {"weight": cut}}, io.BytesIO())
@@ -37,7 +45,6 @@ def test_a_part_is_not_saved_for_a_whole(cut, tmp_path, monkeypatch):
 
 
 def test_safetensors_saves_no_part(cut, tmp_path):
-    safe = pytest.importorskip("safetensors.torch")
     gathering.refuse_saved_parts()
     with pytest.raises(Unsupported, match="safetensors of parameters"):
         safe.save_file({"weight": cut}, tmp_path / "model.safetensors")
