@@ -23,8 +23,6 @@ from torsh_trainer.errors import Interrupted
 from torsh_trainer.testing.resuming import SentenceTask
 from torsh_trainer.utils.signals import PATIENCE_S, Signals
 
-pytestmark = pytest.mark.usefixtures("warm_interpreters")
-
 HELD = '''
 """A run that is held up at chosen moments, and there tells that it is."""
 

@@ -1,12 +1,8 @@
 """The built-in launchers keep the contract of launchers."""
 
-import pytest
-
 from torsh_trainer.launchers.inline import Inline
 from torsh_trainer.launchers.local import Local
 from torsh_trainer.testing import LauncherContract
-
-pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 
 class TestLocal(LauncherContract):

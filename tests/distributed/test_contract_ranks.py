@@ -16,8 +16,6 @@ import torch
 from torsh_trainer.testing import RankPool
 from torsh_trainer.testing.ranks import RankFailure
 
-pytestmark = pytest.mark.usefixtures("warm_interpreters")
-
 SCRIPT = """
 import sys, time
 from torsh_trainer.testing import RankPool

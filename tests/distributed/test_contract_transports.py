@@ -7,8 +7,6 @@ import importlib.util
 import sys
 from pathlib import Path
 
-import pytest
-
 from torsh_trainer.launchers.inside import Payload
 from torsh_trainer.launchers.local_transport import LocalTransport
 from torsh_trainer.launchers.transport import Transport
@@ -34,6 +32,5 @@ class TestOverAStream(TransportContract):
         return stream_transport.StreamTransport(payload)
 
 
-@pytest.mark.usefixtures("warm_interpreters")
 class TestAJobOverAStream(LauncherContract):
     launcher = stream_transport.Streamed()

@@ -18,8 +18,6 @@ from torch.distributed import TCPStore
 from torsh_trainer.environments.world import World
 from torsh_trainer.testing.ranks import torchrun_variables
 
-pytestmark = pytest.mark.usefixtures("warm_interpreters")
-
 SOON_S = 30
 """Five seconds and what a loaded machine needs; half of what the destruction takes."""
 

@@ -23,8 +23,6 @@ from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.inside import report_ready
 from torsh_trainer.launchers.local import Local
 
-pytestmark = pytest.mark.usefixtures("warm_interpreters")
-
 FOREVER = 3600
 
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.usefixtures("warm_interpreters")
-
 LONG = [
     "+recipe=digits",
     "strategy=ddp",

@@ -330,7 +330,6 @@ class TestSetUp:
             Mpirun(program=str(other), bind_to="core").command(2, env=os.environ)
 
 
-@pytest.mark.usefixtures("warm_interpreters")
 class TestByHand:
     """mpirun and a plain script, without anything of the trainer."""
 
