@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120
 
@@ -40,22 +42,28 @@ int flock(int fd, int how) {
 """
 
 
-@cache
-def why_not_isolated() -> str:
-    """Why no namespaces can be had here; empty where they can."""
+def require_isolation() -> None:
+    """Fails where root has no namespaces, or no programs for them .
+
+    Whoever is not root cannot have them, and skips: continuous integration is root.
+    """
     if os.geteuid() != 0:
-        return "namespaces want root"
-    missing = [
-        name for name in ("unshare", "ip", "iptables", "ssh-keygen") if not shutil.which(name)
-    ]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
+        pytest.skip("namespaces want root")
+    programs = ("unshare", "ip", "iptables", "gcc", "ssh", "ssh-keygen", "sshd", "setpriv")
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [name for name in programs if not shutil.which(name, path=path)]
+    assert not missing, f"install what .ci/run lists: {', '.join(missing)} missing"
+    _try_namespaces()
+
+
+@cache
+def _try_namespaces() -> None:
     done = subprocess.run(
         ["unshare", "--net", "--mount", "--uts", "ip", "link", "add", "a0", "type", "veth"],
         capture_output=True,
         text=True,
     )
-    return "" if done.returncode == 0 else f"no namespaces: {done.stderr.strip()}"
+    assert done.returncode == 0, f"no namespaces: {done.stderr.strip()}"
 
 
 def doctor(*words: str) -> str:

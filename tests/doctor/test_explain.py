@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from tests.doctor.isolation import why_not_isolated
+from tests.doctor.isolation import require_isolation
 from torsh_trainer.comm import devices, start
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.doctor.command import main
@@ -247,25 +247,37 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.exhaustive
-def test_torchrun_and_loaders_say_these_words(tmp_path, run_command):
-    """Programs that fail for real: a worker, a rendezvous, few files, a small /dev/shm."""
+@pytest.fixture
+def explain_failure(tmp_path, run_command):
+    """``explain_failure(*command)``: symptoms in what a program says that fails for real."""
     for name, text in (("fails", FAILS), ("files", FILES), ("shared", SHARED)):
         (tmp_path / f"{name}.py").write_text(text)
 
-    def said(*command: str) -> list[str]:
+    def run(*command: str) -> list[str]:
         done = run_command(list(command), cwd=tmp_path)
         assert done.returncode != 0
         return names(f"{done.stdout}\n{done.stderr}")
 
+    return run
+
+
+@pytest.mark.exhaustive
+def test_torchrun_and_loaders_say_these_words(explain_failure):
+    """A worker that fails, a rendezvous, few files."""
     run = (sys.executable, "-m", "torch.distributed.run")
-    assert "child_failed" in said(*run, "--nproc-per-node", "1", "fails.py")
+    assert "child_failed" in explain_failure(*run, "--nproc-per-node", "1", "fails.py")
     meet = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
-    assert "rendezvous_timeout" in said(*run, *meet, "--rdzv-conf", "join_timeout=1", "fails.py")
-    assert "open_files" in said("timeout", "15", sys.executable, "files.py")  # it hangs afterwards
-    if not why_not_isolated():
-        small = f"mount -t tmpfs -o size=8m shm /dev/shm; {sys.executable} shared.py"
-        assert "shared_memory" in said("unshare", "--mount", "bash", "-c", small)
+    short = ("--rdzv-conf", "join_timeout=1")
+    assert "rendezvous_timeout" in explain_failure(*run, *meet, *short, "fails.py")
+    hangs = ("timeout", "15", sys.executable, "files.py")
+    assert "open_files" in explain_failure(*hangs)
+
+
+@pytest.mark.exhaustive
+def test_a_loader_without_shared_memory_says_these_words(explain_failure):
+    require_isolation()
+    small = f"mount -t tmpfs -o size=8m shm /dev/shm; {sys.executable} shared.py"
+    assert "shared_memory" in explain_failure("unshare", "--mount", "bash", "-c", small)
 
 
 def test_this_trainer_says_these_words():

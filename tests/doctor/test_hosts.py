@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.isolation import REPOSITORY, build_lies, doctor, why_not_isolated
+from tests.doctor.isolation import REPOSITORY, build_lies, doctor, require_isolation
 from torsh_trainer.doctor import agent
 from torsh_trainer.doctor.between import _COMPARISONS, _look_for_marker
 from torsh_trainer.doctor.explain import explain_logs
@@ -42,11 +42,9 @@ def say(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 @pytest.fixture
-def _lab() -> None:
-    if reason := why_not_isolated():
-        pytest.skip(reason)
-    if not Path("/usr/sbin/sshd").exists():
-        pytest.skip("openssh-server is not installed")
+def lab() -> None:
+    """Hosts are namespaces."""
+    require_isolation()
 
 
 LEFT = """
@@ -55,7 +53,7 @@ echo left $(cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c doctor[.]agent || 
 """
 
 
-@pytest.mark.usefixtures("_lab")
+@pytest.mark.usefixtures("lab")
 def test_healthy_hosts_and_then_one_fault_after_the_other(tmp_path):
     """Three hosts; what is wrong with one is told of that one, by name."""
     (tmp_path / "runs").mkdir()
@@ -98,7 +96,7 @@ def test_healthy_hosts_and_then_one_fault_after_the_other(tmp_path):
     assert "the Python of this host is not there" in refusals["python"]
 
 
-@pytest.mark.usefixtures("_lab")
+@pytest.mark.usefixtures("lab")
 def test_the_command_tells_of_each_host_and_of_one_that_is_not_reached(tmp_path):
     """Two hosts whose logins have RANK=0, one of them with a clock that is half a minute ahead."""
     library = build_lies(tmp_path)

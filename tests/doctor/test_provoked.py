@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from tests.doctor.isolation import (
+    REPOSITORY,
     build_lies,
     doctor,
     read_checks,
+    require_isolation,
     run_isolated,
-    why_not_isolated,
 )
 
 NETWORK = f"""
@@ -70,12 +71,12 @@ run taskset -c 0 {doctor("--json", "--processes", "2")} > limits.json
 
 
 @pytest.fixture(autouse=True)
-def _isolated() -> None:
-    if reason := why_not_isolated():
-        pytest.skip(reason)
+def isolation() -> None:
+    """Every fault here is one of a namespace."""
+    require_isolation()
 
 
-def told(checks: dict[str, dict[str, Any]], name: str, *words: str) -> str:
+def assert_finding(checks: dict[str, dict[str, Any]], name: str, *words: str) -> str:
     """What a finding saw; it and its mend hold these words."""
     row = checks[name]
     assert row["outcome"] == "finding", row
@@ -85,50 +86,53 @@ def told(checks: dict[str, dict[str, Any]], name: str, *words: str) -> str:
     return row["saw"]
 
 
-def findings(checks: dict[str, dict[str, Any]]) -> list[str]:
+def list_findings(checks: dict[str, dict[str, Any]]) -> list[str]:
     return [name for name, row in checks.items() if row["outcome"] == "finding"]
 
 
 def test_faults_of_the_network_are_named_and_a_healthy_one_is_not(tmp_path):
     run_isolated(tmp_path, NETWORK)
     many = read_checks(tmp_path / "many.json")
-    told(many, "host_name_loopback", "127.0.1.1", "10.98.0.1 doctorlab", "net0")
-    told(many, "interfaces", "gloo would take lo", "GLOO_SOCKET_IFNAME=net0")
-    told(many, "reverse_lookup", "/etc/hosts")
-    told(many, "mtu", "net0 600", "ip link set net0 mtu 1500")
-    told(many, "local_ports", "40000-40100")
-    told(many, "master_reachable", "10.98.0.2:29500", "iptables")
-    told(read_checks(tmp_path / "own.json"), "master_per_node", "is this host", "FIRST_HOST")
-    told(read_checks(tmp_path / "rejected.json"), "firewall", "10.98.0.1:29500", "iptables")
-    told(read_checks(tmp_path / "dropped.json"), "firewall", "no rule allows 40000-40100")
+    assert_finding(many, "host_name_loopback", "127.0.1.1", "10.98.0.1 doctorlab", "net0")
+    assert_finding(many, "interfaces", "gloo would take lo", "GLOO_SOCKET_IFNAME=net0")
+    assert_finding(many, "reverse_lookup", "/etc/hosts")
+    assert_finding(many, "mtu", "net0 600", "ip link set net0 mtu 1500")
+    assert_finding(many, "local_ports", "40000-40100")
+    assert_finding(many, "master_reachable", "10.98.0.2:29500", "iptables")
+    assert_finding(
+        read_checks(tmp_path / "own.json"), "master_per_node", "is this host", "FIRST_HOST"
+    )
+    assert_finding(
+        read_checks(tmp_path / "rejected.json"), "firewall", "10.98.0.1:29500", "iptables"
+    )
+    assert_finding(read_checks(tmp_path / "dropped.json"), "firewall", "no rule allows 40000-40100")
     nameless = read_checks(tmp_path / "nameless.json")
-    told(nameless, "host_name", "nameless has no address", "10.98.0.1 nameless")
-    told(nameless, "master_address", "MASTER_ADDR=nosuch has no address")
+    assert_finding(nameless, "host_name", "nameless has no address", "10.98.0.1 nameless")
+    assert_finding(nameless, "master_address", "MASTER_ADDR=nosuch has no address")
     # The folder lies on a disk of this host, as is right to say of two.
-    assert findings(read_checks(tmp_path / "healthy.json")) in ([], ["run_directory_shared"])
+    assert list_findings(read_checks(tmp_path / "healthy.json")) in ([], ["run_directory_shared"])
 
 
 def test_faults_of_places_are_named(tmp_path):
     run_isolated(tmp_path, PLACES)
     readonly = read_checks(tmp_path / "readonly.json")
-    told(readonly, "run_directory", "Read-only file system", "remount,rw")
-    told(readonly, "cache_folders", "cannot be written", "XDG_CACHE_HOME")
-    told(readonly, "shared_memory", "/dev/shm", "--shm-size")
+    assert_finding(readonly, "run_directory", "Read-only file system", "remount,rw")
+    assert_finding(readonly, "cache_folders", "cannot be written", "XDG_CACHE_HOME")
+    assert_finding(readonly, "shared_memory", "/dev/shm", "--shm-size")
     small = read_checks(tmp_path / "small.json")
-    told(small, "disk_space", "32.0 MiB free")
-    told(small, "temporary_folder", "small", "TMPDIR")
-    told(small, "run_directory_shared", "lies on tmpfs", "2 hosts")
-    told(read_checks(tmp_path / "scarce.json"), "disk_space", "more files", "df -i")
+    assert_finding(small, "disk_space", "32.0 MiB free")
+    assert_finding(small, "temporary_folder", "small", "TMPDIR")
+    assert_finding(small, "run_directory_shared", "lies on tmpfs", "2 hosts")
+    assert_finding(read_checks(tmp_path / "scarce.json"), "disk_space", "more files", "df -i")
 
 
 def test_limits_of_a_process_are_named(tmp_path):
     run_isolated(tmp_path, LIMITS)
     checks = read_checks(tmp_path / "limits.json")
-    told(checks, "open_files", "ulimit -n is 256")
-    told(checks, "address_space", "16000000 kB", "ulimit -v unlimited")
-    told(checks, "processes", "ulimit -u is 50")
-    if (os.cpu_count() or 1) > 1:
-        told(checks, "affinity", "1 of", "--bind-to none")
+    assert_finding(checks, "open_files", "ulimit -n is 256")
+    assert_finding(checks, "address_space", "16000000 kB", "ulimit -v unlimited")
+    assert_finding(checks, "processes", "ulimit -u is 50")
+    assert_finding(checks, "affinity", "1 of", "--bind-to none")
 
 
 def test_a_clock_that_is_wrong_and_locks_that_fail_are_named(tmp_path):
@@ -143,18 +147,21 @@ def test_a_clock_that_is_wrong_and_locks_that_fail_are_named(tmp_path):
         """,
     )
     clock = read_checks(tmp_path / "clock.json")
-    told(clock, "clock", "timedatectl")
-    told(clock, "file_clock", "+6000", "chronyc")
-    told(read_checks(tmp_path / "locks.json"), "file_locks", "No locks available")
+    assert_finding(clock, "clock", "timedatectl")
+    assert_finding(clock, "file_clock", "+6000", "chronyc")
+    assert_finding(read_checks(tmp_path / "locks.json"), "file_locks", "No locks available")
 
 
 def test_root_whom_a_folder_refuses_is_told_of_root_squash(tmp_path):
     """A user namespace: root within, and somebody else's folder without."""
     python = "/usr/bin/python3"  # what every user may run
-    if not Path(python).exists():
-        pytest.skip(f"no {python}")
-    outer = tmp_path / "theirs"
+    outer, packages = tmp_path / "theirs", tmp_path / "packages"
     outer.mkdir(mode=0o755)
+    shutil.copytree(  # nobody else may be let into this checkout
+        REPOSITORY / "torsh_trainer",
+        packages / "torsh_trainer",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     for parent in (tmp_path, *tmp_path.parents):
         if parent.stat().st_uid == os.getuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o055)
@@ -165,54 +172,63 @@ def test_root_whom_a_folder_refuses_is_told_of_root_squash(tmp_path):
         capture_output=True,
         text=True,
         cwd="/",
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env={**os.environ, "PYTHONPATH": str(packages)},
     )
-    if done.stderr.startswith("unshare: ") or "Permission denied" in done.stderr:
-        pytest.skip(f"no user namespace that may read this checkout: {done.stderr.strip()}")
     assert done.returncode == 1, done.stderr
     (row,) = json.loads(done.stdout)["checks"]
     assert "root_squash" in row["saw"], row
     assert "Permission denied" in row["saw"], row
 
 
+def limit_cgroup(name: str) -> list[Path]:
+    """A group with half a core, 400 MiB and 40 processes, of whichever version is mounted here;
+    its folders, each of which takes processes."""
+    top = Path("/sys/fs/cgroup")
+    if (top / "cgroup.controllers").exists():
+        (top / "cgroup.subtree_control").write_text("+cpu +memory +pids")
+        limits = {"cpu.max": "50000 100000", "memory.max": str(400 * 2**20), "pids.max": "40"}
+        written = {top / name: limits}
+    else:
+        written = {
+            top / "cpu" / name: {"cpu.cfs_quota_us": "50000"},
+            top / "memory" / name: {"memory.limit_in_bytes": str(400 * 2**20)},
+            top / "pids" / name: {"pids.max": "40"},
+        }
+    for folder, values in written.items():
+        folder.mkdir()
+        for file, value in values.items():
+            (folder / file).write_text(value)
+    return list(written)
+
+
 def test_a_cgroup_that_grants_half_a_core_little_memory_and_few_processes(tmp_path):
-    roots = {name: Path(f"/sys/fs/cgroup/{name}") for name in ("cpu", "memory", "pids")}
-    if not all((root / "cgroup.procs").exists() for root in roots.values()):
-        pytest.skip("no cgroups of the first version; recorded ones of the second are read below")
-    name = f"torsh-doctor-{os.getpid()}"
-    limits = {"cpu": "cpu.cfs_quota_us", "memory": "memory.limit_in_bytes", "pids": "pids.max"}
-    values = {"cpu": "50000", "memory": str(400 * 2**20), "pids": "40"}
+    folders = limit_cgroup(f"torsh-doctor-{os.getpid()}")
+    joins = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in folders)
     try:
-        for kind, root in roots.items():
-            (root / name).mkdir()
-            (root / name / limits[kind]).write_text(values[kind])
-        joins = "; ".join(f"echo $$ > {root / name}/cgroup.procs" for root in roots.values())
         run_isolated(
             tmp_path,
             f"{joins}; unset OMP_NUM_THREADS; {doctor('--json')} > cgroup.json || [ $? = 1 ]",
         )
     finally:
-        for root in roots.values():
-            if (root / name).exists():
-                (root / name).rmdir()
+        for folder in folders:
+            folder.rmdir()
     checks = read_checks(tmp_path / "cgroup.json")
-    told(checks, "cpu_quota", "of which a cgroup grants 0.5", "OMP_NUM_THREADS=1")
-    told(checks, "memory", "a cgroup grants 400.0 MiB")
-    told(checks, "processes", "the cgroup allows 40")
+    assert_finding(checks, "cpu_quota", "of which a cgroup grants 0.5", "OMP_NUM_THREADS=1")
+    assert_finding(checks, "memory", "a cgroup grants 400.0 MiB")
+    assert_finding(checks, "processes", "the cgroup allows 40")
 
 
 def test_a_healthy_machine_has_no_finding(tmp_path):
-    """A host of its own, so that what stands on this one does not count."""
-    if shutil.disk_usage(tmp_path).free < 4 * 2**30:
-        pytest.skip("less than 4 GiB free here: the doctor would say so")
+    """A host of its own, so that what stands on this one does not count; nor do its disks."""
     run_isolated(
         tmp_path,
         f"""
         ip link set lo up; hostname healthy; echo '127.0.0.1 localhost healthy' > hosts
         mount --bind hosts /etc/hosts
-        {doctor("--json")} > one.json
+        mount -t tmpfs -o size=8g own /mnt; export TMPDIR=/mnt
+        {doctor("--json", "--dir", "/mnt/runs")} > one.json || [ $? = 1 ]
         """,
     )
     checks = read_checks(tmp_path / "one.json")
-    assert findings(checks) == []
+    assert list_findings(checks) == []
     assert len(checks) >= 50

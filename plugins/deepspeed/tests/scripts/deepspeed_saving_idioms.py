@@ -65,7 +65,7 @@ def goes_on(engine, low, **found):
     return finish(engine, train(engine, STEPS, first=STEPS, dtype=DTYPES[low]), **found)
 
 
-def fetched(params):
+def choose_cut(params):
     return [
         p for p in params if hasattr(p, "ds_id") and p.ds_status == ZeroParamStatus.NOT_AVAILABLE
     ]
@@ -81,7 +81,7 @@ def by_parameter(low):
     output = {}
     for name, parameter in engine.module.named_parameters():
         if hasattr(parameter, "ds_id"):
-            with deepspeed.zero.GatheredParameters(fetched([parameter]), enabled=True):
+            with deepspeed.zero.GatheredParameters(choose_cut([parameter]), enabled=True):
                 value = parameter.data.cpu()
         else:
             value = parameter.cpu()
@@ -107,7 +107,7 @@ def all_at_once(low):
     return goes_on(engine, low, saved=[], seen=[])
 
 
-def consolidated(low, trained=False):
+def consolidate(low, trained=False):
     engine = make(3, low)
     state = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=trained)
     shared = (
@@ -130,8 +130,8 @@ def in_one_file(stage, low, gathers=True):
 IDIOMS = {
     **{f"by_parameter{'_low' * low}": lambda low=low: by_parameter(low) for low in (False, True)},
     **{f"all_at_once{'_low' * low}": lambda low=low: all_at_once(low) for low in (False, True)},
-    "consolidated": lambda: consolidated(True),
-    "trained": lambda: consolidated(True, trained=True),
+    "consolidated": lambda: consolidate(True),
+    "trained": lambda: consolidate(True, trained=True),
     **{f"in_one_file_{n}": lambda n=n: in_one_file(n, True) for n in range(4)},
     "in_no_file": lambda: in_one_file(3, True, gathers=False),
 }
