@@ -191,20 +191,13 @@ def on_one_process(kind: Kind) -> RunOutcome:
 
 def check(outcome: RunOutcome, kind: Kind, *, first: int = 1) -> None:
     """Every quantity that began at step ``first`` is that of one process."""
-    expected = on_one_process(kind)
-    for what, ours, theirs in outcome.pair_numbers(expected, first=first):
-        away = abs(ours - theirs) / abs(theirs)
-        # A norm is a sum over stages.
-        bound = max(kind.relative, 8 * U32 if "norms" in what else 0.0)
-        assert away <= bound, f"{what}: {away / U32:.1f} u"
-    assert set(outcome.parameters) == set(expected.parameters)
-    for name, value in expected.parameters.items():
-        away = float((outcome.parameters[name] - value).abs().max() / value.abs().max())
-        assert away <= kind.parameters, f"parameters: {name} by {away / U32:.1f} u"
-    assert outcome.predictions is not None
-    assert expected.predictions is not None
-    bound = 4 * kind.parameters * float(expected.predictions.abs().max())
-    torch.testing.assert_close(outcome.predictions, expected.predictions, rtol=0, atol=bound)
+    outcome.assert_close(
+        on_one_process(kind),
+        relative=kind.relative,
+        parameters=kind.parameters,
+        norms=8 * U32,  # a sum over stages
+        first=first,
+    )
 
 
 def beside_data(kind: Kind) -> Kind:

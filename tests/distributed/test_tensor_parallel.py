@@ -168,16 +168,9 @@ def plain(kind: Kind) -> RunOutcome:
 
 def check(outcome: RunOutcome, kind: Kind, *, first: int = 1) -> None:
     """Every quantity that began at step ``first`` is that of the plain loop."""
-    expected = plain(kind)
-    for what, ours, theirs in outcome.pair_numbers(expected, first=first):
-        away = abs(ours - theirs) / theirs
-        assert away <= kind.relative, f"{what}: {away / U32:.1f} u"
-    assert set(outcome.parameters) == set(expected.parameters)
-    for name, value in expected.parameters.items():
-        away = float((outcome.parameters[name] - value).abs().max() / value.abs().max())
-        assert away <= kind.parameters, f"parameters: {name} by {away / U32:.1f} u"
-    bound = 4 * kind.parameters * float(expected.predictions.abs().max())
-    torch.testing.assert_close(outcome.predictions, expected.predictions, rtol=0, atol=bound)
+    outcome.assert_close(
+        plain(kind), relative=kind.relative, parameters=kind.parameters, first=first
+    )
 
 
 @pytest.mark.matrix(2)

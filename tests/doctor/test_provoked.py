@@ -225,8 +225,8 @@ def test_a_healthy_machine_has_no_finding(tmp_path):
         f"""
         ip link set lo up; hostname healthy; echo '127.0.0.1 localhost healthy' > hosts
         mount --bind hosts /etc/hosts
-        mount -t tmpfs -o size=8g own /mnt; export TMPDIR=/mnt
-        {doctor("--json", "--dir", "/mnt/runs")} > one.json || [ $? = 1 ]
+        mount -t tmpfs -o size=8g own /srv; export TMPDIR=/srv
+        {doctor("--json", "--dir", "/srv/runs")} > one.json || [ $? = 1 ]
         """,
     )
     checks = read_checks(tmp_path / "one.json")

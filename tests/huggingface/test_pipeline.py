@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.huggingface.small_models import GPT2, LLAMA
 from tests.unit.test_pipeline_stages import check_stages, make_stages, run_stages
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
@@ -25,16 +26,6 @@ from torsh_trainer.testing.compare import U32
 from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.state import whole_state
 
-LLAMA = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-}
-GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 KINDS: dict[str, tuple[str, dict[str, Any], Any, float]] = {
     "llama": ("llama", LLAMA, False, 0.0),
     "llama-chunked": ("llama", {**LLAMA, "attention_dropout": 0.2}, True, 0.0),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.huggingface.small_models import LLAMA
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.mesh import Groups, MeshOptions
 from torsh_trainer.optim.optimizers import OptimizerSpec
@@ -23,15 +24,6 @@ from torsh_trainer.testing.compare import U32
 from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.state import whole_state
 
-LLAMA = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-}
 KINDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "llama": ("llama", LLAMA, False),
     "llama-chunked": ("llama", LLAMA, True),

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.huggingface.small_models import GPT2, LLAMA
 from torsh_trainer.comm.base import Communicator
 from torsh_trainer.data.feed import TrainLoader
 from torsh_trainer.data.loading import Loading
@@ -30,16 +31,6 @@ from torsh_trainer.tasks.language_model import IGNORED
 from torsh_trainer.testing.ranks import shared_pool
 
 SAMPLES, BATCH, SEED, STEPS, LR = 24, 8, 7, 3, 0.5
-LLAMA = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-}
-GPT2 = {"vocab_size": 40, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
 BERT = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
 SMALL = {"llama": LLAMA, "gpt2": GPT2, "bert": BERT}
 DROPPING = {

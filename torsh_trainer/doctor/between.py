@@ -89,46 +89,50 @@ def _compare_identity(facts: Facts) -> Iterator[CheckReport]:
                 return
 
 
+def _report_difference(
+    name: str, what: str, said: Mapping[str, str], *, why: str, fix: str
+) -> Iterator[CheckReport]:
+    """A report where hosts say different things of ``what``."""
+    if len(set(said.values())) > 1:
+        yield _report(name, f"{what}: {_group(said)}", why=why, fix=fix)
+
+
 def _compare_versions(facts: Facts) -> Iterator[CheckReport]:
     for name in next(iter(facts.values()))["versions"]:
         said = {host: told["versions"].get(name, "none") for host, told in facts.items()}
         if name == "Python":
             said = {host: ".".join(value.split(".")[:2]) for host, value in said.items()}
-        if len(set(said.values())) > 1:
-            yield _report(
-                "versions_differ",
-                f"{name}: {_group(said)}",
-                why="processes of different versions exchange what the other does not expect: "
-                "they hang, or compute different numbers without an error",
-                fix="pip install the same versions on every host (pip freeze, constraints.txt)",
-            )
+        yield from _report_difference(
+            "versions_differ",
+            name,
+            said,
+            why="processes of different versions exchange what the other does not expect: "
+            "they hang, or compute different numbers without an error",
+            fix="pip install the same versions on every host (pip freeze, constraints.txt)",
+        )
 
 
 def _compare_code(facts: Facts) -> Iterator[CheckReport]:
     for place in next(iter(facts.values()))["code"]:
-        said = {host: told["code"].get(place, "") or "none" for host, told in facts.items()}
-        if len(set(said.values())) > 1:
-            yield _report(
-                "code_differs",
-                f"Python files of {place}: {_group(said)}",
-                why="ranks that run different code issue different collectives: they hang, or "
-                "train different models",
-                fix=f"git pull on every host, or rsync -a {place}/ HOST:{place}/",
-            )
+        yield from _report_difference(
+            "code_differs",
+            f"Python files of {place}",
+            {host: told["code"].get(place, "") or "none" for host, told in facts.items()},
+            why="ranks that run different code issue different collectives: they hang, or "
+            "train different models",
+            fix=f"git pull on every host, or rsync -a {place}/ HOST:{place}/",
+        )
 
 
 def _compare_packet_sizes(facts: Facts) -> Iterator[CheckReport]:
-    said = {
-        host: ", ".join(sorted({str(m) for m in f["mtu"].values()})) for host, f in facts.items()
-    }
-    if len(set(said.values())) > 1:
-        yield _report(
-            "mtu_differs",
-            f"MTU: {_group(said)}",
-            why="large packets of one host do not fit the link of the other: they vanish where no "
-            "router says so, and large messages time out",
-            fix="ip link set INTERFACE mtu N, the same on every host",
-        )
+    yield from _report_difference(
+        "mtu_differs",
+        "MTU",
+        {host: ", ".join(sorted({str(m) for m in f["mtu"].values()})) for host, f in facts.items()},
+        why="large packets of one host do not fit the link of the other: they vanish where no "
+        "router says so, and large messages time out",
+        fix="ip link set INTERFACE mtu N, the same on every host",
+    )
 
 
 def _compare_ranks(facts: Facts) -> Iterator[CheckReport]:

@@ -77,6 +77,7 @@ order = json.dumps({{
     "words": words[k:], "unbuffered": "-u" in words[:k], "descriptors": held,
     "cwd": os.getcwd(), "env": dict(os.environ), "umask": os.umask(0o22), "pid": os.getpid(),
     "ignored": [n for n in FORWARDED if signal.getsignal(n) is signal.SIG_IGN],
+    "blocked": [int(n) for n in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
     "cpus": sorted(os.sched_getaffinity(0)),
 }}, ensure_ascii=True).encode()
 server.sendmsg(
@@ -185,6 +186,7 @@ class _Order:
     umask: int
     pid: int
     ignored: list[int]
+    blocked: list[int]
     cpus: list[int]
     received: tuple[int, ...] = ()
 
@@ -290,8 +292,7 @@ def _kill(pid: int) -> None:
 def _set_up(order: _Order, stand_in: str, base: list[str]) -> None:
     """Makes this process what ``python`` would be at the first line of the program."""
     os.setsid()
-    for number in order.ignored:
-        signal.signal(number, signal.SIG_IGN)
+    _set_signals(order)
     _take_descriptors(order)
     os.sched_setaffinity(0, order.cpus)
     os.umask(order.umask)
@@ -319,6 +320,15 @@ def _set_up(order: _Order, stand_in: str, base: list[str]) -> None:
     threads = order.env.get("OMP_NUM_THREADS", "")
     if "torch" in sys.modules and threads.isdigit():
         sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _set_signals(order: _Order) -> None:
+    """Those of the program, not those that the server was started with."""
+    for name in _FORWARDED:
+        number = int(getattr(signal, name))
+        default = signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in order.ignored else default)
+    signal.pthread_sigmask(signal.SIG_SETMASK, order.blocked)
 
 
 def _take_descriptors(order: _Order) -> None:

@@ -17,6 +17,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.dividing import divide
+from torsh_trainer.testing.compare import U32
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.training.rank_run import RankRun
 from torsh_trainer.training.run_parts import RunParts
@@ -63,6 +64,36 @@ class RunOutcome:
             assert set(ours) == {step for step in theirs if step >= first}, name
             pairs += [(f"{name} of step {step}", ours[step], theirs[step]) for step in ours]
         return pairs
+
+    def assert_close(
+        self,
+        expected: RunOutcome,
+        *,
+        relative: float,
+        parameters: float,
+        norms: float = 0.0,
+        first: int = 1,
+    ) -> None:
+        """Every quantity that began at step ``first`` is ``expected``'s.
+
+        Numbers are at most ``relative`` of theirs apart, gradient norms ``norms`` if that is more,
+        and each parameter ``parameters`` of its largest element.
+
+        Raises:
+            AssertionError: one is not; says which, and by how many units in the last place.
+        """
+        for what, ours, theirs in self.pair_numbers(expected, first=first):
+            away = abs(ours - theirs) / abs(theirs)
+            bound = max(relative, norms) if what.startswith("norms") else relative
+            assert away <= bound, f"{what}: {away / U32:.1f} u"
+        assert set(self.parameters) == set(expected.parameters)
+        for name, value in expected.parameters.items():
+            away = float((self.parameters[name] - value).abs().max() / value.abs().max())
+            assert away <= parameters, f"parameters: {name} by {away / U32:.1f} u"
+        assert self.predictions is not None
+        assert expected.predictions is not None
+        bound = 4 * parameters * float(expected.predictions.abs().max())
+        torch.testing.assert_close(self.predictions, expected.predictions, rtol=0, atol=bound)
 
 
 def run_on_rank(
