@@ -633,9 +633,11 @@ def test_the_optimizer_that_is_wrapped_is_the_jobs(write, wrapped, rate):
     ],
 )
 def test_what_a_runner_starts_is_the_job(write, start):
-    path = write(STARTED.format(wrapped="optimizer", start=start), "train.py")
-    values = translate(path, Options(world_size=2)).values
-    assert (values["trainer.max_epochs"], values["launcher.num_processes"]) == (4, 2)
+    text = STARTED.format(wrapped="optimizer", start=start).replace("lr=0.1", "lr=0.1 * hvd.size()")
+    plan = translate(write(text, "train.py"))
+    assert plan.facts == ()
+    assert (plan.values["trainer.max_epochs"], plan.values["launcher.num_processes"]) == (4, 2)
+    assert plan.values["optimizer.lr"] == 0.2
 
 
 def test_the_size_that_mpi_says_is_the_number_of_processes(write):

@@ -80,11 +80,17 @@ def test_a_timeout_of_the_start_is_the_launchers_and_the_meetings(write):
 
 
 @proves("script.run")
-def test_a_script_that_starts_its_processes_has_as_many_as_are_stated(write):
+def test_a_script_that_starts_its_processes_says_how_many(write):
     path = write(f"import horovod\n{SCRIPT}horovod.run(train, np=2)\n", "train.py")
-    plan = translate(path, Options(world_size=2))
-    assert plan.values["launcher.num_processes"] == 2
-    assert "state --world-size" in found(translate(path), "script.run", "horovod.run").why
+    assert translate(path).values["launcher.num_processes"] == 2
+    assert found(translate(path), "script.run", "horovod.run").verdict == "exact"
+    other = found(translate(path, Options(world_size=4)), "script.run", "horovod.run")
+    assert "starts 2 processes; this plan is for 4" in other.why
+    twice = "horovod.run(train, np=2)\nhorovod.run(train, np=4)\n"
+    plan = translate(write(f"import horovod\n{SCRIPT}{twice}", "train.py"))
+    ways = [finding.why for finding in plan.findings if finding.rule == "script.run"]
+    assert len(ways) == 2
+    assert all("state --world-size" in why for why in ways)
 
 
 @proves("length")

@@ -158,7 +158,9 @@ def _judge_unused_by_hand(job: HorovodJob, leaf: Leaf) -> Outcome:
 def _run(job: HorovodJob, leaf: Leaf) -> Outcome:
     if leaf.value == job.world_size:
         return exact("the launcher starts as many")
-    return approximate(f"it starts {leaf.value} processes: state --world-size")
+    if job.world_size is not None:
+        return approximate(f"it starts {leaf.value} processes; this plan is for {job.world_size}")
+    return approximate("how many processes it starts is not known: state --world-size")
 
 
 fixed_rule(

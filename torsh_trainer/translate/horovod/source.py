@@ -174,8 +174,7 @@ class _Reading:
     def job(self, name: str, *, is_whole: bool = True) -> HorovodJob:
         size = self.world_size(name)
         if self.pending is not None:
-            path, text, file = self.pending
-            self.read_script(path, text, file, size)
+            size = self.read_script(*self.pending, size)
         self.check_problems(name)
         leaves = _with_precedence(self.leaves)
         keys = [leaf.key for leaf in leaves]
@@ -202,21 +201,29 @@ class _Reading:
             )
         return stated if leaf is None else int(leaf.value)
 
-    def read_script(self, path: Path, text: str, file: str, size: int | None) -> None:
-        read = script_leaves.read(
-            text,
-            name=file or str(path),
-            file=file,
-            size=size,
-            arguments=self.arguments,
-            settings=self.settings,
-            path=path,
-        )
+    def read_script(self, path: Path, text: str, file: str, size: int | None) -> int | None:
+        """Reads it; the processes of the job, which it may start itself."""
+
+        def read_for(size: int | None) -> script_leaves.Read:
+            return script_leaves.read(
+                text,
+                name=file or str(path),
+                file=file,
+                size=size,
+                arguments=self.arguments,
+                settings=self.settings,
+                path=path,
+            )
+
+        read = read_for(size)
+        if size is None and (size := _count_started(read.leaves)) is not None:
+            read = read_for(size)
         self.take((read.leaves, read.problems))
         self.facts, self.files = read.facts, [*([str(path)] if file else []), *read.files]
         self.used |= read.used
         self.training = read.script
         self.script = True
+        return size
 
     def check_problems(self, name: str) -> None:
         found = [*self.problems, *_contradictions(self.leaves)]
@@ -238,6 +245,13 @@ def _beside(named: str, folder: Path | None) -> Path | None:
     """The file of that name, from here or beside the line that names it."""
     places = [Path(named), *([folder / named] if folder is not None else [])]
     return next((place for place in places if place.is_file()), None)
+
+
+def _count_started(leaves: Sequence[Leaf]) -> int | None:
+    """How many processes a script starts itself, where it does so with one number."""
+    counts = {leaf.value for leaf in leaves if leaf.rule == "script.run"}
+    count = counts.pop() if len(counts) == 1 else None
+    return count if isinstance(count, int) and count > 0 else None
 
 
 def _contradictions(leaves: Sequence[Leaf]) -> Iterator[Problem]:
@@ -278,4 +292,5 @@ def _rank(leaf: Leaf) -> int:
 
 
 def _may_repeat(leaf: Leaf) -> bool:
-    return leaf.key.startswith("hvd.") or leaf.rule in ("optimizer.several", "schedule.several")
+    several = ("optimizer.several", "schedule.several", "script.run")
+    return leaf.key.startswith("hvd.") or leaf.rule in several
