@@ -803,14 +803,6 @@ def test_an_export_of_its_own_value_says_what_it_is(tmp_path):
     assert verdicts(plan)["OMP_NUM_THREADS"] == "performance-only"
 
 
-def test_flags_of_megatron_that_cut_a_model_are_refused():
-    line = "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 4 --train-iters 9 "
-    plan = plan_of(f"{line}--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2")
-    found = verdicts(plan)
-    assert found["--pipeline-model-parallel-size"] == "refused"
-    assert found["--tensor-model-parallel-size"] == "refused"
-
-
 def test_what_hangs_on_nothing_is_told_with_a_short_offer():
     with pytest.raises(ConfigError) as refusal:
         plan_of("torchrun --nproc_per_node $N train.py", settings={"bogus": "1"})

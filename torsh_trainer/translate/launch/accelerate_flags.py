@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from torsh_trainer.translate.launch import meshes
 from torsh_trainer.translate.launch.flags import (
     FlagRow,
+    Judge,
     StatedFlag,
     fix_row,
     fix_rows,
@@ -14,7 +16,6 @@ from torsh_trainer.translate.launch.job import AUTO, LaunchJob, Link, WorldShape
 from torsh_trainer.translate.outcomes import Outcome, approximate, dead, exact, faster, refuse
 
 _MEETING = "one machine meets by itself; several keep it in the command below"
-_MESHES = "not in this release: waits for meshes"
 _OFF = ("none", "no", "false", "null", "")
 
 FSDP = "fsdp"
@@ -54,20 +55,30 @@ def _judge_machines(job: LaunchJob, said: StatedFlag) -> Outcome:
 def _judge_multi_gpu(job: LaunchJob, said: StatedFlag) -> Outcome:
     if not said.is_on:
         return dead("switched off")
-    return Outcome("exact", "every process holds the model", {"strategy": "ddp"})
+    return meshes.choose_replicas(job, "every process holds the model")
 
 
 def _judge_kind(job: LaunchJob, said: StatedFlag) -> Outcome:
     kind = job.text(said).upper()
     if kind in ("MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU"):
-        return Outcome("exact", "every process holds the model", {"strategy": "ddp"})
+        return meshes.choose_replicas(job, "every process holds the model")
     if kind == "NO":
         return exact("one process")
     if kind == "DEEPSPEED":
         return exact("the configuration of DeepSpeed says how")
     if kind == "FSDP":
-        return Outcome("exact", "sharded, as the fsdp keys say", {"strategy": "fsdp"})
-    return refuse(f"{_MESHES}: {kind}")
+        strategy = meshes.name_strategy(job, "fsdp")
+        return Outcome("exact", "sharded, as the fsdp keys say", {"strategy": strategy})
+    if kind == "MEGATRON_LM":
+        return _cut_by_megatron(job)
+    return refuse(f"not in this release: {kind}")
+
+
+def _cut_by_megatron(job: LaunchJob) -> Outcome:
+    """Megatron-LM makes the model anew; here the task's own is cut."""
+    why = "the model of transformers is cut as it stands, not made anew as Megatron-LM's"
+    chosen = meshes.choose_replicas(job, why)
+    return Outcome("approximate", why, chosen.choices, chosen.values)
 
 
 def _judge_gpus(job: LaunchJob, said: StatedFlag) -> Outcome:
@@ -158,11 +169,13 @@ def judge_sharding(job: LaunchJob, said: StatedFlag) -> Outcome:
     if kind in "12345" and len(kind) == 1:
         kind = kinds[int(kind) - 1]
     if kind == "NO_SHARD":
-        return Outcome("exact", "every process holds the model", {"strategy": "ddp"})
+        return meshes.choose_replicas(job, "every process holds the model")
     whole = kind in ("FULL_SHARD", "HYBRID_SHARD")
     values = {"strategy.reshard_after_forward": whole}
     if kind.startswith("HYBRID"):
         each = job.world.per_node
+        if meshes.read_axes(job):
+            return refuse("shards within a machine: mesh.dp_shard says how many share one copy")
         if not isinstance(each, int):
             return refuse("shards within a machine: strategy.shard_size=GPUS_OF_A_MACHINE does it")
         values["strategy.shard_size"] = each  # type: ignore[assignment]
@@ -170,7 +183,7 @@ def judge_sharding(job: LaunchJob, said: StatedFlag) -> Outcome:
     if kind not in kinds:
         return refuse(f"FSDP knows no sharding strategy {kind[:40]}")
     why = "sharded" if whole else "parameters stay gathered between forward and backward"
-    return Outcome("exact", why, {"strategy": "fsdp"}, values)
+    return Outcome("exact", why, {"strategy": meshes.name_strategy(job, "fsdp")}, values)
 
 
 def _judge_offload(job: LaunchJob, said: StatedFlag) -> Outcome:
@@ -291,21 +304,56 @@ _FSDP_ROWS: tuple[FlagRow, ...] = tuple(
 )
 
 MEGATRON = (
-    "tp_degree pp_degree num_micro_batches sequence_parallelism recompute_activations "
-    "use_distributed_optimizer gradient_clipping recompute_granularity recompute_method "
-    "recompute_num_layers attention_backend expert_model_parallel_size context_parallel_size "
+    "recompute_granularity recompute_method recompute_num_layers attention_backend "
     "attention_dropout hidden_dropout attention_softmax_in_fp32 expert_tensor_parallel_size "
     "calculate_per_token_loss use_rotary_position_embeddings use_custom_fsdp no_load_optim "
     "eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim optimizer_cpu_offload "
     "use_precision_aware_optimizer decoder_last_pipeline_num_layers"
 )
-"""Flags of Megatron-LM through accelerate, without ``--megatron_lm_``."""
+"""Flags of Megatron-LM through accelerate that are its own, without ``--megatron_lm_``."""
 
 
-def _judge_size(job: LaunchJob, said: StatedFlag) -> Outcome:
-    if job.text(said).lower() in ("1", *_OFF):
-        return dead("1: not divided")
-    return refuse(f"{_MESHES}: parts of a model or of a sequence")
+def _judge_mesh(job: LaunchJob, said: StatedFlag) -> Outcome:
+    if not said.is_on:
+        return dead("switched off")
+    version = job.option("fsdp_version")
+    if find_engine(job) != FSDP or version is None or version.text != "2":
+        return refuse("accelerate itself refuses it without --use_fsdp and --fsdp_version 2")
+    return exact("its sizes have rows of their own")
+
+
+def _megatron_only(judge: Judge) -> Judge:
+    def judge_heeded(job: LaunchJob, said: StatedFlag) -> Outcome:
+        if not meshes.uses_megatron(job):
+            return dead("Megatron-LM is not switched on (--use_megatron_lm)")
+        return judge(job, said)
+
+    return judge_heeded
+
+
+def _judge_megatrons_optimizer(job: LaunchJob, said: StatedFlag) -> Outcome:
+    if not said.is_on:
+        return dead("switched off")
+    if meshes.read_axes(job):
+        return faster("the optimizer's state is sharded, and parameters with it, by mesh.dp_shard")
+    return exact("the optimizer's state is sharded", strategy__zero1=True)
+
+
+_MEGATRON_JUDGES: dict[str, Judge] = {
+    "num_micro_batches": lambda job, said: exact(
+        "micro-batches of a step", trainer__accumulate=job.whole(said, least=1)
+    ),
+    "sequence_parallelism": meshes.judge_sequence_parallel,
+    "recompute_activations": lambda job, said: (
+        exact("activations are computed again", trainer__activation_checkpointing=True)
+        if said.is_on
+        else dead("switched off")
+    ),
+    "gradient_clipping": lambda job, said: exact(
+        "the same formula", trainer__max_grad_norm=job.number(said) or None
+    ),
+    "use_distributed_optimizer": _judge_megatrons_optimizer,
+}
 
 
 TABLE = table_of_rows(
@@ -405,7 +453,11 @@ TABLE = table_of_rows(
     judge_row(
         "--use_fsdp",
         lambda job, said: (
-            Outcome("exact", "sharded, as the fsdp flags say", {"strategy": "fsdp"})
+            Outcome(
+                "exact",
+                "sharded, as the fsdp flags say",
+                {"strategy": meshes.name_strategy(job, "fsdp")},
+            )
             if said.is_on
             else dead("switched off")
         ),
@@ -413,25 +465,34 @@ TABLE = table_of_rows(
         rule="accelerate.kind",
     ),
     *_FSDP_ROWS,
-    fix_row(
-        "--use_megatron_lm", "refused", f"{_MESHES}: Megatron-LM", takes=0, rule="accelerate.kind"
-    ),
-    *fix_rows(
-        " ".join(f"--megatron_lm_{name}" for name in MEGATRON.split()),
-        "refused",
-        f"{_MESHES}: Megatron-LM",
-        rule="accelerate.megatron",
-    ),
-    fix_row(
-        "--use_parallelism_config",
-        "exact",
-        "its sizes have rows of their own",
+    judge_row(
+        "--use_megatron_lm",
+        lambda job, said: _cut_by_megatron(job) if said.is_on else dead("switched off"),
         takes=0,
-        rule="accelerate.mesh",
+        rule="accelerate.kind",
     ),
     *(
-        judge_row(f"--parallelism_config_{name}", _judge_size, rule="accelerate.mesh")
-        for name in ["dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size"]
+        judge_row(f"--megatron_lm_{name}", _megatron_only(judge), rule="accelerate.megatron")
+        for name, judge in _MEGATRON_JUDGES.items()
+    ),
+    *(
+        judge_row(
+            f"--megatron_lm_{name}",
+            _megatron_only(lambda job, said: refuse("Megatron-LM's own: nothing here reads it")),
+            rule="accelerate.megatron",
+        )
+        for name in MEGATRON.split()
+    ),
+    *(
+        judge_row(f"--{name}", judge, rule="accelerate.megatron")
+        for name, judge in meshes.JUDGES.items()
+        if name.startswith("megatron_lm_")
+    ),
+    judge_row("--use_parallelism_config", _judge_mesh, takes=0, rule="accelerate.mesh"),
+    *(
+        judge_row(f"--{name}", judge, rule="accelerate.mesh")
+        for name, judge in meshes.JUDGES.items()
+        if name.startswith("parallelism_config_")
     ),
     *fix_rows(
         "--parallelism_config_cp_backend --parallelism_config_cp_comm_strategy "

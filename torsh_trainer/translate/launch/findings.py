@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,6 +56,13 @@ class JobFindings:
                     becomes="",
                     why=f"{says} counts before it, from another of these lines",
                 )
+
+    def refuse(self, knob: str, why: str) -> None:
+        """Says of every row that sets ``knob`` why nothing can come of it."""
+        for at, finding in enumerate(self.findings):
+            if knob in re.split("[ =]", finding.becomes):
+                self.findings[at] = replace(finding, verdict="refused", becomes="", why=why)
+                self.sets[at] = {}
 
     def ask(self, names: set[str]) -> None:
         """Says of a file that is not where the line says that it is asked for."""

@@ -14,7 +14,7 @@ from torsh_trainer.translate.deepspeed.auto import AUTO as FILLED
 from torsh_trainer.translate.deepspeed.auto import list_needs
 from torsh_trainer.translate.deepspeed.source import Options
 from torsh_trainer.translate.deepspeed.translator import translate_document
-from torsh_trainer.translate.launch import fsdp_file, trainer_arguments
+from torsh_trainer.translate.launch import fsdp_file, meshes, trainer_arguments
 from torsh_trainer.translate.launch.commands import write_command
 from torsh_trainer.translate.launch.configuration import (
     FileFinder,
@@ -99,6 +99,7 @@ class _Planning:
             self.read_defaults()
             below = self.read_document()
             self.settle_strategy()
+        self.settle_mesh()
         found.settle()
         found.ask(set(job.facts))
         processes = found.values.get("launcher.num_processes")
@@ -131,8 +132,8 @@ class _Planning:
         """A knob of the strategy is one that the strategy has."""
         strategy = self.found.choices.get("strategy", "ddp")
         only = {
-            "strategy.find_unused_parameters": ("ddp", "fsdp"),
-            "strategy.bucket_cap_mb": ("ddp",),
+            "strategy.find_unused_parameters": ("ddp", "fsdp", "parallel"),
+            **dict.fromkeys(meshes.DDP_ALONE, ("ddp",)),
         }
         if key.startswith("strategy.") and "strategy" not in self.found.choices:
             return False
@@ -281,11 +282,13 @@ class _Planning:
 
     def choose(self, group: str, option: str, why: str) -> None:
         """An option that follows from what the line leaves out."""
+        self.take_default(group, option, Outcome("exact", why, {group: option}))
+
+    def take_default(self, key: str, value: str, outcome: Outcome) -> None:
+        """What follows from what the line leaves out."""
         place = self.job.line.links[0].word.place
-        outcome = Outcome("exact", why, {group: option})
-        self.found.take(
-            StatedFlag(group, (Word(option, place),), place), outcome, "launch.default", given=False
-        )
+        said = StatedFlag(key, (Word(value, place),), place)
+        self.found.take(said, outcome, "launch.default", given=False)
 
     # -- the script ------------------------------------------------------------------------------
 
@@ -339,8 +342,10 @@ class _Planning:
         dotted = {name for name in job.settings if name in _deepspeed_keys()}
         job.used |= dotted
         settings |= {name: job.settings[name] for name in dotted}
+        processes = self.asked.world_size or job.world.processes
+        ranks = meshes.count_model_ranks(job)
         options = Options(
-            self.asked.world_size or job.world.processes,
+            processes // ranks if processes and processes % ranks == 0 else processes,
             versions.parse(self.asked.version),
             self.context(),
             self.asked.mode,
@@ -359,6 +364,8 @@ class _Planning:
                 verdict, why, becomes = "dead", "the arguments of the script say when", ""
             if finding.key in keys_asked:
                 verdict, why, becomes = "refused", ASKED, ""
+            if ranks > 1:
+                becomes = meshes.restate(becomes)
             self.found.findings.append(
                 replace(
                     finding,
@@ -375,7 +382,8 @@ class _Planning:
             choices.pop("schedule", None)
         if "trainer.log_every" in self.found.values:
             values.pop("trainer.log_every", None)
-        if not job.world.is_one_machine or self.job.line.is_kept or job.world.per_node == AUTO:
+        elsewhere = not job.world.is_one_machine or job.line.is_kept or job.world.per_node == AUTO
+        if elsewhere or ranks > 1:
             values.pop("launcher.num_processes", None)
         self.found.choices.update(choices)
         self.found.values.update(values)
@@ -446,6 +454,19 @@ class _Planning:
             self.choose(
                 "strategy", "ddp", "every process holds the model, and gradients are averaged"
             )
+
+    def settle_mesh(self) -> None:
+        """One strategy cuts a model, whatever else chose one; its replicas are whole, but said."""
+        found = self.found
+        if not meshes.read_axes(self.job) or not found.choices:
+            return
+        found.choices["strategy"] = "parallel"
+        for knob in meshes.NOT_BESIDE:
+            if found.values.pop(knob, False):
+                found.refuse(knob, "not in this release beside a cut model")
+        sharded = any("reshard_after_forward" in key for key in found.values)
+        if not sharded and not any(key.startswith("mesh.dp_") for key in found.values):
+            self.take_default("mesh", "1", exact("nothing shards its parameters", mesh__dp_shard=1))
 
     # -- words -----------------------------------------------------------------------------------
 

@@ -6,11 +6,10 @@ diffusers and of accelerate's examples, whose arguments go by the same names eve
 
 from __future__ import annotations
 
-from torsh_trainer.translate.launch import trainer_arguments
+from torsh_trainer.translate.launch import meshes, trainer_arguments
 from torsh_trainer.translate.launch.flags import (
     FlagRow,
     FlagTable,
-    Judge,
     StatedFlag,
     fix_row,
     fix_rows,
@@ -18,9 +17,7 @@ from torsh_trainer.translate.launch.flags import (
     table_of_rows,
 )
 from torsh_trainer.translate.launch.job import LaunchJob
-from torsh_trainer.translate.outcomes import Outcome, dead, exact, refuse
-
-_MESHES = "not in this release: waits for meshes"
+from torsh_trainer.translate.outcomes import Outcome, dead, exact, faster, refuse
 
 
 def _knob(names: str, key: str, why: str, *, whole: bool = False, family: str) -> FlagRow:
@@ -29,15 +26,6 @@ def _knob(names: str, key: str, why: str, *, whole: bool = False, family: str) -
         return Outcome("exact", why, values={key: value})
 
     return judge_row(names, judge, rule=f"{family}.knob")
-
-
-def _judge_parts(what: str) -> Judge:
-    def judge(job: LaunchJob, said: StatedFlag) -> Outcome:
-        if job.text(said) in ("0", "1"):
-            return dead("1: not divided")
-        return refuse(f"{_MESHES}: {what}")
-
-    return judge
 
 
 # -- Megatron --------------------------------------------------------------------------------------
@@ -82,15 +70,32 @@ def _zero(job: LaunchJob, said: StatedFlag) -> Outcome:
         return Outcome(
             "exact",
             "sharded",
-            {"strategy": "fsdp"},
+            {"strategy": meshes.name_strategy(job, "fsdp")},
             {"strategy.reshard_after_forward": stage == 3},
         )
+    if meshes.read_axes(job):
+        return faster(_SHARDED) if stage else meshes.choose_replicas(job, "whole")
     return Outcome(
         "exact",
         "ZeRO-1" if stage else "whole",
         {"strategy": "ddp"},
         {"strategy.zero1": bool(stage)},
     )
+
+
+_SHARDED = "the optimizer's state is sharded, and parameters with it, over mesh.dp_shard"
+
+
+def _distributed_optimizer(job: LaunchJob, said: StatedFlag) -> Outcome:
+    if meshes.read_axes(job):
+        return faster(_SHARDED)
+    return exact("strategy.zero1=true shards the optimizer's state")
+
+
+def _judge_experts(job: LaunchJob, said: StatedFlag) -> Outcome:
+    if job.text(said) in ("0", "1"):
+        return dead("one: no mixture")
+    return refuse("not in this release: experts of a mixture")
 
 
 def _samples(job: LaunchJob, said: StatedFlag) -> Outcome:
@@ -208,17 +213,21 @@ MEGATRON = table_of_rows(
         rule="megatron.optimizer",
     ),
     judge_row(
-        "--tensor-model-parallel-size --model-parallel-size --pipeline-model-parallel-"
-        "size --context-parallel-size --expert-model-parallel-size --ds-sequence-"
-        "parallel-size --num-experts --expert-tensor-parallel-size --virtual-pipeline-"
-        "model-parallel-size --num-layers-per-virtual-pipeline-stage",
-        _judge_parts("parts of a model"),
+        "--tensor-model-parallel-size --model-parallel-size --pipeline-model-parallel-size "
+        "--pipe-parallel-size --context-parallel-size --expert-model-parallel-size "
+        "--ds-sequence-parallel-size",
+        meshes.judge_model_axis,
         rule="megatron.mesh",
     ),
-    *fix_rows(
+    judge_row(
+        "--virtual-pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage",
+        meshes.judge_chunks,
+        rule="megatron.mesh",
+    ),
+    judge_row("--num-experts --expert-tensor-parallel-size", _judge_experts, rule="megatron.mesh"),
+    judge_row(
         "--sequence-parallel --sequence-parallelism",
-        "refused",
-        f"{_MESHES}: a sequence in parts",
+        meshes.judge_sequence_parallel,
         takes=0,
         rule="megatron.mesh",
     ),
@@ -242,13 +251,7 @@ MEGATRON = table_of_rows(
         "trainer.activation_checkpointing: true, or selective",
         rule="megatron.recompute",
     ),
-    fix_row(
-        "--use-distributed-optimizer",
-        "exact",
-        "strategy.zero1=true shards the optimizer's state",
-        takes=0,
-        rule="megatron.zero",
-    ),
+    judge_row("--use-distributed-optimizer", _distributed_optimizer, takes=0, rule="megatron.zero"),
     *fix_rows(
         "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --use-flash-attn "
         "--use-flash-attn-v2 --use-mcore-models --no-async-tensor-model-parallel-"
@@ -290,6 +293,7 @@ MEGATRON_MARKS = frozenset(
         *("lr_decay_style", "lr_warmup_fraction", "train_iters", "pipeline_model_parallel_size"),
         *("num_attention_heads", "ffn_hidden_size", "seq_length", "vocab_file", "lr_decay_iters"),
         *("num_layers", "hidden_size", "max_position_embeddings", "split", "model_parallel_size"),
+        *("context_parallel_size", "expert_model_parallel_size"),
     )
 )
 """Names that tell a script of Megatron's; four of them do."""

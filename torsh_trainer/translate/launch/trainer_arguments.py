@@ -573,7 +573,10 @@ TABLE = table_of_rows(
         rule="hf.details",
     ),
     fix_row(
-        "--parallelism_config", "refused", "not in this release: waits for meshes", rule="hf.mesh"
+        "--parallelism_config",
+        "refused",
+        "an object of the script: state its sizes as mesh.dp_shard, mesh.tp and so on",
+        rule="hf.mesh",
     ),
     *fix_rows(
         "--ddp_broadcast_buffers --ddp_static_graph --ddp_timeout --ddp_backend",
