@@ -15,7 +15,8 @@ from torsh_trainer.translate.engines import work_of
 from torsh_trainer.translate.plan import Plan
 
 MEGATRON = (
-    "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 8 --train-iters 9 --hidden-size 64 --seq-length 32 "
+    "torchrun --nproc_per_node 4 pretrain_gpt.py --num-layers 8 --train-iters 9 --hidden-size 64 "
+    "--seq-length 32 "
 )
 ACCELERATE = "accelerate launch --num_processes 4 "
 SHARDED = "--use_fsdp --fsdp_version 2 --use_parallelism_config "
@@ -183,8 +184,7 @@ def test_a_line_that_cuts_a_model_trains_to_what_one_process_does(tmp_path):
 
 def train(folder: Path, words: list[str]) -> list[float]:
     subprocess.run(
-        [sys.executable, "-m", "torsh_trainer", "+recipe=stdlib_lm", *SMALL, *words]
-        + [f"hydra.run.dir={folder}"],
+        [sys.executable, "-m", "torsh_trainer", *SMALL, *words, f"hydra.run.dir={folder}"],
         check=True,
         capture_output=True,
         timeout=600,
@@ -193,4 +193,7 @@ def train(folder: Path, words: list[str]) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row and "lr" in row]
 
 
-SMALL = ("trainer.log_every=1", "precision=fp32", "trainer.stages=[fit]", "schedule.warmup_steps=0")
+SMALL = (
+    *("+recipe=stdlib_lm", "trainer.log_every=1", "precision=fp32", "trainer.stages=[fit]"),
+    "schedule.warmup_steps=0",
+)

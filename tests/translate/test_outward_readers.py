@@ -53,7 +53,7 @@ class Read(NamedTuple):
     args: Any
     env: dict[str, str]
     plugin: Any
-    mesh: tuple[int, int]  # replicas, shards
+    mesh: tuple[int, int, int]  # replicas, shards, parts of a layer
 
 
 @pytest.fixture
@@ -67,7 +67,8 @@ def read(tmp_path, monkeypatch):
                 patched.setenv(name, env[name])
             mesh = ParallelismConfig()
             plugin = FullyShardedDataParallelPlugin()
-        return Read(args, env, plugin, (mesh.dp_replicate_size, mesh.dp_shard_size))
+        sizes = (mesh.dp_replicate_size, mesh.dp_shard_size, mesh.tp_size)
+        return Read(args, env, plugin, sizes)
 
     return by_accelerate
 
@@ -80,7 +81,7 @@ def test_accelerate_takes_the_file_and_cuts_as_the_recipe_does(read):
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
     assert plugin.transformer_cls_names_to_wrap is None
     assert not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    assert mesh == (1, 1)
+    assert mesh == (1, 1, 1)
     assert env["ACCELERATE_MIXED_PRECISION"] == "bf16"  # what auto is on a GPU
     assert env["ACCELERATE_DYNAMO_BACKEND"] == "NO"
     assert "ACCELERATE_USE_PARALLELISM_CONFIG" not in env
@@ -95,7 +96,10 @@ KNOBS: dict[str, Callable[[Read], Any]] = {
     "strategy.wrap_min_parameters=1000": lambda r: (
         r.plugin.auto_wrap_policy is size_based_auto_wrap_policy and r.plugin.min_num_params == 1000
     ),
-    "strategy.shard_size=2": lambda r: r.mesh == (2, 2),
+    "strategy.shard_size=2": lambda r: r.mesh == (2, 2, 1),
+    "mesh.dp_replicate=2": lambda r: r.mesh == (2, 2, 1),
+    "mesh.tp=2": lambda r: r.mesh == (1, 2, 2),
+    "mesh.tp=4": lambda r: r.mesh == (1, 1, 4),
     "trainer.activation_checkpointing=true": lambda r: r.plugin.activation_checkpointing,
     "trainer.compile=true": lambda r: r.env["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR",
     "precision=bf16_mixed": lambda r: r.env["ACCELERATE_MIXED_PRECISION"] == "bf16",
@@ -134,6 +138,10 @@ JOB_CONFIG: dict[str, dict[str, Kind]] = {
         "data_parallel_replicate_degree": int,
         "data_parallel_shard_degree": int,
         "fsdp_reshard_after_forward": ("default", "always", "never"),
+        "tensor_parallel_degree": int,
+        "pipeline_parallel_degree": int,
+        "pipeline_parallel_schedule": ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"),
+        "pipeline_parallel_microbatch_size": int,
     },
     "training": {
         "local_batch_size": int,
@@ -188,6 +196,11 @@ def strange(content: dict[str, dict[str, Any]]) -> list[str]:
 RECIPES: dict[str, tuple[str, ...]] = {
     "as it is": FSDP,
     "replicas of shards": (*FSDP, "strategy.shard_size=2", "strategy.reshard_after_forward=false"),
+    "layers in parts": (*FSDP, "strategy=parallel", "mesh.tp=2"),
+    "stages": (
+        *(*FSDP, "strategy=parallel", "mesh.pp=2", "strategy.schedule=gpipe"),
+        *("data.micro_batch_size=4", "trainer.accumulate=2", "data.batch_size=null"),
+    ),
     "whole in every process": ("strategy=ddp", "launcher.num_processes=4"),
     "bf16, offloaded": (*FSDP, "precision=bf16_true", "strategy.cpu_offload=true"),
     "autocast": (*FSDP, "precision=bf16_mixed"),
@@ -218,6 +231,18 @@ def test_what_is_written_for_torchtitan_are_fields_of_its_job_config(tmp_path, m
     content = tomllib.loads(written("torchtitan", "t.toml", *RECIPES[recipe]).read_text())
     assert content.keys() >= {"parallelism", "training"}
     assert strange(content) == []
+
+
+def test_a_mesh_of_torchtitan_has_the_sizes_and_batches_of_the_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = tomllib.loads(written("torchtitan", "t.toml", *RECIPES["stages"]).read_text())
+    found = content["parallelism"]
+    assert found["pipeline_parallel_degree"] == 2
+    assert found["pipeline_parallel_schedule"] == "GPipe"
+    # a rank's samples of a step go through the stages in micro-batches
+    assert found["pipeline_parallel_microbatch_size"] == 4
+    assert content["training"]["local_batch_size"] == 8
+    assert content["training"]["global_batch_size"] == 4 * 2 * 2
 
 
 def test_a_field_that_torchtitan_has_not_would_be_seen():

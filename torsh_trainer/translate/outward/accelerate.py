@@ -69,7 +69,7 @@ def to_accelerate(native: Native) -> Plan:
         ConfigError: the strategy is not fsdp.
     """
     kind = native.kind("strategy")
-    if kind != "FSDP":
+    if kind not in ("FSDP", "Parallel"):
         raise ConfigError(
             f"{native.name}: strategy {kind} is not cut by FSDP2, of which the file speaks",
             fix="add strategy=fsdp",
@@ -107,12 +107,46 @@ def _groups(native: Native, key: str, value: Any) -> Outcome:
         return exact("shards lie over all processes")
     if native.processes is None:
         return refuse("how many replicas there are depends on launcher.num_processes: state it")
-    prefix = "parallelism_config.parallelism_config_dp"
-    written = {
-        f"{prefix}_shard_size": value,
-        f"{prefix}_replicate_size": native.processes // value,
-    }
-    return Outcome("exact", "a mesh of replicas and shards", values=written)
+    return Outcome("exact", "a mesh of replicas and shards", values=_copies(native, value))
+
+
+_MESH = "parallelism_config.parallelism_config"
+
+
+def _copies(native: Native, shard: int) -> dict[str, Any]:
+    """Sizes of accelerate's mesh, which multiply to the number of processes."""
+    assert native.processes is not None
+    copies = native.processes // (shard * (native.get("mesh.tp") or 1))
+    return {f"{_MESH}_dp_shard_size": shard, f"{_MESH}_dp_replicate_size": copies}
+
+
+@TABLE.rule("mesh.tp")
+def _layers(native: Native, key: str, value: Any) -> Outcome:
+    if value in (None, 1):
+        return exact("off")
+    if native.processes is None:
+        return refuse("its mesh counts all processes: state launcher.num_processes")
+    shard = native.get("strategy.shard_size") or native.get("mesh.dp_shard")
+    copies = native.get("mesh.dp_replicate") or 1
+    if shard in (None, -1):
+        shard = native.processes // (value * copies)
+    written = {f"{_MESH}_tp_size": value, **_copies(native, shard)}
+    return Outcome("exact", "layers are cut as the model's tp_plan says", values=written)
+
+
+@TABLE.rule("mesh.dp_replicate", "mesh.dp_shard")
+def _replicas(native: Native, key: str, value: Any) -> Outcome:
+    if value in (None, -1):
+        return dead("what remains")
+    if native.processes is None:
+        return refuse("its mesh counts all processes: state launcher.num_processes")
+    cut = native.get("mesh.tp") or 1
+    shard = value if key == "mesh.dp_shard" else native.processes // (value * cut)
+    return Outcome("exact", "a mesh of replicas and shards", values=_copies(native, shard))
+
+
+TABLE.rule("strategy.schedule", "strategy.stages_per_rank")(off("it has no pipeline", "1f1b", 1))
+TABLE.rule("strategy.split", "strategy.both_ends")(off("it has no pipeline", []))
 
 
 _POLICY = "fsdp_config.fsdp_auto_wrap_policy"

@@ -33,6 +33,7 @@ VERSION = "0.2.2"
 
 TABLE = RuleTable("torchtitan")
 REPLICATED = ("DDP", "Gloo", "NCCL", "MPI")
+SHARDED = ("FSDP", "Parallel")
 
 enter_scripts(TABLE)
 enter_torchs(TABLE, "torchtitan")
@@ -47,10 +48,10 @@ def to_torchtitan(native: Native) -> Plan:
         ConfigError: the strategy is none of ddp and fsdp, or ddp of an unknown number of processes.
     """
     kind = native.kind("strategy")
-    if kind != "FSDP" and kind not in REPLICATED:
+    if kind not in (*SHARDED, *REPLICATED):
         raise ConfigError(
             f"{native.name}: torchtitan has no strategy {kind}",
-            fix="add strategy=fsdp, or strategy=ddp",
+            fix="add strategy=fsdp, strategy=parallel or strategy=ddp",
         )
     if kind in REPLICATED and native.processes is None:
         raise ConfigError(
@@ -83,14 +84,73 @@ def _toml(value: Any) -> str:
 @TABLE.rule("strategy")
 def _strategy(native: Native, key: str, value: Any) -> Outcome:
     prefix = "parallelism.data_parallel"
-    if value != "FSDP":
+    if value not in SHARDED:
         written = {f"{prefix}_replicate_degree": native.processes, f"{prefix}_shard_degree": 1}
         return Outcome("exact", "whole in every process", values=written)
-    size = native.get("strategy.shard_size")
+    size = native.get("strategy.shard_size") or native.get("mesh.dp_shard")
+    copies = native.get("mesh.dp_replicate")
     written = {f"{prefix}_shard_degree": size or -1}
-    if size and native.processes:
-        written[f"{prefix}_replicate_degree"] = native.processes // size
+    if size in (None, -1):
+        if copies not in (None, -1):
+            written[f"{prefix}_replicate_degree"] = copies
+    elif native.processes:
+        models = native.processes // math.prod(native.get(f"mesh.{axis}") or 1 for axis in _AXES)
+        written[f"{prefix}_replicate_degree"] = models // size
     return Outcome("exact", "FSDP2, as here", values=written)
+
+
+_AXES = ("tp", "pp")
+"""Axes that cut a model, which a file of torchtitan knows as well."""
+
+_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved_1f1b": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+}
+
+
+@TABLE.rule("mesh.dp_replicate", "mesh.dp_shard")
+def _copies(native: Native, key: str, value: Any) -> Outcome:
+    if value not in (None, 1, -1) and native.processes is None:
+        return refuse("how many replicas there are depends on launcher.num_processes: state it")
+    return exact("says the degrees") if value else dead("what remains")
+
+
+@TABLE.rule("mesh.tp")
+def _layers(native: Native, key: str, value: Any) -> Outcome:
+    if value in (None, 1):
+        return exact("off")
+    why = "layers are cut as the plan of torchtitan's model says"
+    return exact(why, parallelism__tensor_parallel_degree=value)
+
+
+@TABLE.rule("mesh.pp")
+def _stages(native: Native, key: str, value: Any) -> Outcome:
+    if value in (None, 1):
+        return exact("off")
+    micro = native.get("data.micro_batch_size")
+    if micro is None:
+        return refuse("torchtitan wants the samples of a micro-batch: state data.micro_batch_size")
+    schedule = _SCHEDULES[native.get("strategy.schedule", "1f1b")]
+    return exact(
+        "stages",
+        parallelism__pipeline_parallel_degree=value,
+        parallelism__pipeline_parallel_schedule=schedule,
+        parallelism__pipeline_parallel_microbatch_size=micro,
+    )
+
+
+@TABLE.rule("strategy.schedule", "strategy.stages_per_rank")
+def _order(native: Native, key: str, value: Any) -> Outcome:
+    if key == "strategy.stages_per_rank" and value > 1:
+        return approximate("torchtitan counts layers: pipeline_parallel_layers_per_stage says it")
+    return exact("stands with the degree of pp")
+
+
+TABLE.rule("strategy.split", "strategy.both_ends")(
+    off("torchtitan's model says where it is cut, or module_fqns_per_model_part", [])
+)
 
 
 @TABLE.rule("strategy.shard_size")
@@ -190,6 +250,11 @@ def _total(native: Native, key: str, value: Any) -> Outcome:
 def _micro(native: Native, key: str, value: Any) -> Outcome:
     if value is None:
         return dead("follows from the other sizes")
+    if (native.get("mesh.pp") or 1) > 1:
+        steps = native.get("trainer.accumulate")
+        if steps is None:
+            return refuse("a pipeline of torchtitan takes all micro-batches: trainer.accumulate")
+        return exact("and the micro-batches of a step", training__local_batch_size=value * steps)
     return exact("samples of one forward of one process", training__local_batch_size=value)
 
 
@@ -202,7 +267,8 @@ def _accumulate(native: Native, key: str, value: Any) -> Outcome:
         return exact("follows from the two sizes")
     if micro is None or processes is None:
         return refuse("torchtitan wants the batch of all processes: state data.batch_size")
-    return exact("as the batch of a step", training__global_batch_size=micro * value * processes)
+    models = processes // math.prod(native.get(f"mesh.{axis}") or 1 for axis in _AXES)
+    return exact("as the batch of a step", training__global_batch_size=micro * value * models)
 
 
 # -- gradients and precision ---------------------------------------------------------------------
@@ -234,7 +300,7 @@ def _precision(native: Native, key: str, value: Any) -> Outcome:
         return refuse("torchtitan has no fp16")
     name = {"fp32": "float32", "bf16": "bfloat16"}[low]
     written = {"training.dtype": "float32", "training.mixed_precision_param": name}
-    sharded = native.kind("strategy") == "FSDP"
+    sharded = native.kind("strategy") in SHARDED
     held = native.get("precision.params", "fp32") != "fp32"
     if low == "fp32" or sharded == held:
         return Outcome("exact", f"{native.by_auto}over fp32 masters", values=written)
