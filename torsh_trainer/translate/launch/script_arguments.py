@@ -86,7 +86,7 @@ def _zero(job: LaunchJob, said: StatedFlag) -> Outcome:
 _SHARDED = "the optimizer's state is sharded, and parameters with it, over mesh.dp_shard"
 
 
-def _distributed_optimizer(job: LaunchJob, said: StatedFlag) -> Outcome:
+def _judge_distributed_optimizer(job: LaunchJob, said: StatedFlag) -> Outcome:
     if meshes.read_axes(job):
         return faster(_SHARDED)
     return exact("strategy.zero1=true shards the optimizer's state")
@@ -251,7 +251,9 @@ MEGATRON = table_of_rows(
         "trainer.activation_checkpointing: true, or selective",
         rule="megatron.recompute",
     ),
-    judge_row("--use-distributed-optimizer", _distributed_optimizer, takes=0, rule="megatron.zero"),
+    judge_row(
+        "--use-distributed-optimizer", _judge_distributed_optimizer, takes=0, rule="megatron.zero"
+    ),
     *fix_rows(
         "--overlap-grad-reduce --overlap-param-gather --tp-comm-overlap --use-flash-attn "
         "--use-flash-attn-v2 --use-mcore-models --no-async-tensor-model-parallel-"
