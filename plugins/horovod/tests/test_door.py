@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 TRAIN = [sys.executable, "-m", "torsh_trainer", "+recipe=digits", "trainer.max_steps=4"]
 LINES = {
     "ours": [*TRAIN, "strategy=horovod", "launcher.num_processes=2"],

@@ -20,10 +20,6 @@ from torsh_trainer.testing.compare import FP32
 
 pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
-PYTHON = sys.executable
-"""Horovod's own processes start cold: warm ones are up at the same moment, at which the gloo that
-comes with Horovod now and then connects them wrongly, and hangs or aborts."""
-
 SCRIPTS = Path(__file__).with_name("scripts")
 EVERYTHING = SCRIPTS / "everything.py"
 IDIOMS = SCRIPTS / "idioms.py"
@@ -52,11 +48,10 @@ def run(script: Path, *words: str, real: bool, processes: int = 2) -> Path:
     given = [str(script), str(out), *words]
     if real:
         patient = ["--gloo-timeout-seconds", "600"]  # a busy machine starts slowly
-        line = ["horovodrun", "-np", str(processes), "--gloo", *patient, PYTHON, *given]
+        line = ["horovodrun", "-np", str(processes), "--gloo", *patient, sys.executable, *given]
     else:
         line = [sys.executable, "-m", "torsh_trainer", "drop-in", "-np", str(processes), *given]
-    python = PYTHON if real else sys.executable
-    path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         line,
         env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},

@@ -21,6 +21,8 @@ from torsh_trainer.strategies.base import BatchPlan, Job
 from torsh_trainer.testing.ranks import RankPool
 from torsh_trainer.testing.tiny import TinyTask
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 LIMIT_S = 240
 PATIENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "600"}
 """Who waits until Horovod gives up waits longer than a test may take."""

@@ -10,6 +10,8 @@ import pytest
 
 from torsh_trainer import __main__ as door
 
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
+
 SCRIPT = """\
 import torch
 import horovod.torch as hvd

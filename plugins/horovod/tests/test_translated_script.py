@@ -7,12 +7,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from torsh_trainer.__main__ import main
 from torsh_trainer.testing.translated_scripts import (
     measure_difference,
     record_script,
     train_translation,
 )
+
+pytestmark = pytest.mark.usefixtures("warm_interpreters")
 
 PYTHON = sys.executable
 """What is recorded has to import torch itself."""
