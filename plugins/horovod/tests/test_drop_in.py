@@ -42,23 +42,31 @@ SAME = (
 """Idioms of which the installed engine, which has gloo alone, can do every part."""
 
 
+REFUSED = re.compile(r"gloo::IoException|Gloo connect|timed out", re.IGNORECASE)
+"""The gloo that comes with Horovod now and then fails to connect two processes of one machine (one
+start in ten, seen on a busy one, by real interpreters as by warm ones): both wait, or both dial."""
+
+
 def run(script: Path, *words: str, real: bool, processes: int = 2) -> Path:
     """Runs it under either engine; the place at which it leaves its files."""
     out = Path(mkdtemp(prefix="dropin-test-")) / "out"
     given = [str(script), str(out), *words]
     if real:
-        patient = ["--gloo-timeout-seconds", "600"]  # a busy machine starts slowly
+        patient = ["--gloo-timeout-seconds", "120"]  # a busy machine starts slowly
         line = ["horovodrun", "-np", str(processes), "--gloo", *patient, sys.executable, *given]
     else:
         line = [sys.executable, "-m", "torsh_trainer", "drop-in", "-np", str(processes), *given]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        line,
-        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    for _ in range(3 if real else 1):
+        done = subprocess.run(
+            line,
+            env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        if done.returncode == 0 or not REFUSED.search(done.stdout + done.stderr):
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 

@@ -1,7 +1,6 @@
 """Idioms, and then the table of calls, in one job: ``everything.py OUT NAME...``.
 
-The table ends with ``shutdown``. Horovod cannot ``init`` again after it: a process may read
-the address that its peer had before, and hangs or aborts.
+The table ends with ``shutdown``, and each ``init`` is one more that Horovod's gloo may fail at.
 """
 
 import runpy
