@@ -33,6 +33,9 @@ def refused(args: list[str], capsys: pytest.CaptureFixture[str], *, code: int = 
         ([DIGITS, "strategies=[ddp]"], "strategies=[ddp] leaves nothing to compare ddp with"),
         ([DIGITS, "strategies=ddp"], "strategies=[ddp] leaves nothing to compare ddp with"),
         ([DIGITS, "strategies=single,ddp"], "write strategies=[single,ddp]"),
+        ([DIGITS, "meshes=[tp]"], "meshes: 'tp' is no mesh; write 'meshes=[{tp:2}"),
+        ([DIGITS, "meshes=[{zz:2}]"], "unknown knob mesh.zz"),
+        ([DIGITS, "meshes=[{tp:3}]", "launcher.num_processes=4"], "tp=3 does not divide the 4"),
         ([DIGITS, "strategies=[single,4]"], "strategies: 4 is no strategy; write strategies=["),
         ([DIGITS, "strategies=[single,{ddp:1}]"], "{'ddp': 1} is no strategy"),
         (

@@ -24,6 +24,7 @@ import torch
 
 from torsh_trainer.strategies.base import Clip
 from torsh_trainer.strategies.ddp import DDP
+from torsh_trainer.strategies.parallel import Parallel
 from torsh_trainer.strategies.single import Single
 
 
@@ -126,6 +127,16 @@ class Measures(Single):
 
 
 @dataclass(frozen=True)
+class Doubles(Parallel):
+    """The processes of a layer count for its gradient twice."""
+
+    name = "doubles"
+
+    def prepare(self, job, comm):
+        return gradients_times(super().prepare(job, comm), job.groups.mesh.tp)
+
+
+@dataclass(frozen=True)
 class Fails(Single):
     name = "fails"
 
@@ -142,6 +153,7 @@ STRATEGIES = {
     "refuses": "Refuses",
     "fails": "Fails",
     "measures": "Measures",
+    "doubles": "Doubles",
 }
 
 
@@ -192,6 +204,28 @@ def test_strategies_that_agree_do_so_on_both_rungs(verify: Any) -> None:
         assert len(set(losses)) == 3, "it trained"
         assert [row["samples"] for row in outcomes[fsdp]["rows"][1:]] == [64, 128, 192]
         assert outcomes[fsdp]["largest"]["parameters"]["absolute"] <= 1e-6
+
+
+def test_meshes_are_compared_and_one_that_is_wrong_is_found_out(verify: Any) -> None:
+    """Parameters of every stage and every part of a layer, put together, beside one process."""
+    done, content = verify(
+        "[single,{doubles:{mesh.tp:2}}]",
+        "meshes=[{tp:2},{pp:2}]",
+        "model=mlp",
+        "verify.ladder=[sgd]",
+        "trainer.accumulate=2",
+        "launcher.num_processes=2",
+    )
+    outcomes = rung(content, "sgd")
+    statuses = {label: outcome["status"] for label, outcome in outcomes.items()}
+    assert statuses == {
+        "single": "reference",
+        "doubles mesh.tp=2": "apart",
+        "parallel mesh.tp=2": "agrees",
+        "parallel mesh.pp=2": "agrees",
+    }, done.stdout
+    assert done.returncode == 12
+    assert all(len(outcome["rows"]) == 1 + 3 for outcome in outcomes.values())
 
 
 def test_operations_are_deterministic_while_strategies_are_compared(verify: Any) -> None:

@@ -17,6 +17,7 @@ from torsh_trainer.assemble.verifying import where_all_fit
 from torsh_trainer.checkpoint.shards import FlatShard
 from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.mesh import Groups, Mesh
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.verify import running
 from torsh_trainer.verify.compare import Bounds, Comparison, compare, of_arrays, of_numbers
@@ -277,12 +278,13 @@ def test_a_watched_strategy_passes_everything_on() -> None:
 
 def test_a_hole_between_the_pieces_of_a_parameter_is_no_parameter() -> None:
     whole: Any = Sharded(torch.arange(6.0), 0)
-    found = parameters_of(whole, LocalCommunicator(torch.device("cpu")))
+    alone = Groups(Mesh(), LocalCommunicator(torch.device("cpu")))
+    found = parameters_of(whole, alone)
     assert list(found) == ["flat", "weight"], "buffers are left out"
     assert found["flat"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert found["weight"].dtype == numpy.float32
     part: Any = Sharded(torch.arange(2.0), 4)
-    torn = parameters_of(part, LocalCommunicator(torch.device("cpu")))["flat"]
+    torn = parameters_of(part, alone)["flat"]
     assert numpy.isnan(torn).sum() == 4
     assert of_arrays({"flat": torn}, {"flat": torn}).relative == math.inf
 

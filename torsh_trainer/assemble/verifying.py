@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from torsh_trainer.data.arithmetic import batch_numbers
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, TorshError
 from torsh_trainer.launchers.hardware import accelerators
+from torsh_trainer.mesh import MeshOptions
 from torsh_trainer.rundir import fresh_name
 from torsh_trainer.training.program import ComparisonMode, ProgramTask
 from torsh_trainer.utils import registry
@@ -70,7 +72,8 @@ def verify(
     own = own_loop(reference)
     if own is not None and own.own_order:
         check_shares(sizes, most)
-    batch = {} if own is not None else batch_of(reference, ranks=most)
+    samples = {label: count_data_ranks(c, sizes[label]) for label, c in composed.items()}
+    batch = {} if own is not None else batch_of(reference, ranks=max(samples.values()))
     home = home_of(options)
 
     def run(config: Config, run_dir: Path, rung: str) -> None:
@@ -169,11 +172,15 @@ def _deterministic_where_it_can_be() -> Iterator[None]:
 def processes_of(config: Config, env: Mapping[str, str]) -> int:
     """On how many processes a strategy is trained: one where it is no more than one, else all.
 
-    All are ``launcher.num_processes``; ``auto`` is one for each accelerator, but two at least.
+    All are ``launcher.num_processes``; ``auto`` is one for each accelerator, but two at least, and
+    as many as its mesh takes.
     """
     launcher = config.get("launcher") or {}
     asked = launcher.get("num_processes", 1)
     most = max(2, accelerators(env)) if asked == "auto" else int(asked)
+    taken = count_taken(config)
+    if asked == "auto" and most % taken:
+        most = taken
     if not config.get("strategy"):
         return most
     strategy = plan(config["strategy"], key="strategy").build()
@@ -186,6 +193,31 @@ def processes_of(config: Config, env: Mapping[str, str]) -> int:
         return True
 
     return 1 if fits(1) and not fits(most) else most
+
+
+def count_taken(config: Config) -> int:
+    """How many processes the sizes that the mesh states multiply to."""
+    options = mesh_of(config)
+    sizes = [*options.data_sizes.values(), *options.model_sizes.values()]
+    return math.prod(size for size in sizes if size is not None and size > 0)
+
+
+def count_data_ranks(config: Config, processes: int) -> int:
+    """How many of ``processes`` see other samples.
+
+    Raises:
+        ConfigError: the sizes of the mesh do not multiply to them.
+    """
+    return mesh_of(config).data_of(processes)[0]
+
+
+def mesh_of(config: Config) -> MeshOptions:
+    """What the configuration says of the mesh."""
+    node = config.get("mesh")
+    if not node:
+        return MeshOptions()
+    options: MeshOptions = plan(node, key="mesh").build()
+    return options
 
 
 def where_all_fit(

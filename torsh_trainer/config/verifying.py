@@ -27,6 +27,7 @@ the list is the reference, or `single` where it is in the list.
 
   strategies=[single,ddp,fsdp]              any option of the group strategy
   'strategies=[single,{fsdp:{shard_size:2}}]'   with knobs; launcher.num_processes too
+  'meshes=[{tp:2},{pp:2,dp_shard:2}]'       strategy=parallel on each of these
   verify.steps=10                           steps of each run
   verify.ladder=[sgd,recipe]                plain SGD without clipping, then the recipe as it is
   verify.bound=1e-6                         allowed relative difference a step; by precision
@@ -48,6 +49,9 @@ LINE --help says more.
 
 Writes a table, verify.json and verify.html. Exit code: 0 within bounds, 12 a bound is broken,
 11 a strategy refuses the recipe, 1 an engine is missing, 2 your input, 3 a run failed."""
+
+LISTS = ("strategies", "meshes")
+"""Knobs of the group that are known by their last names."""
 
 OWN = {
     "callbacks": "the runs have none but the one that compares",
@@ -133,15 +137,16 @@ def compose_line(line: CommandLine) -> dict[str, Any]:
 
 
 def _spell_out(text: str) -> str:
-    """``strategies=`` under its whole name; a list without brackets is no sweep."""
-    if bare_key(text) != "strategies":
+    """Lists under their whole names; a list without brackets is no sweep."""
+    name = bare_key(text)
+    if name not in LISTS:
         return text
     value = text.partition("=")[2]
     if parse_override(text).is_sweep_override():
-        raise ConfigError(f"{text} is no list", fix=f"write strategies=[{value}]")
+        raise ConfigError(f"{text} is no list", fix=f"write {name}=[{value}]")
     if not value.startswith("["):
         value = f"[{value}]" if value else "[]"
-    return f"{GROUP}.strategies={value}"
+    return f"{GROUP}.{name}={value}"
 
 
 def _key(name: str) -> str:

@@ -35,6 +35,19 @@ class Entry:
         return re.sub(r"[^\w.=]+", "-", self.label).strip("-")
 
     @classmethod
+    def of_mesh(cls, sizes: Any) -> Entry:
+        """``strategy=parallel`` on a mesh: ``{tp: 2, pp: 2}``.
+
+        Raises:
+            ConfigError: it is no mapping of axes to sizes.
+        """
+        if isinstance(sizes, Mapping) and sizes and all(type(s) is int for s in sizes.values()):
+            return cls("parallel", {f"mesh.{axis}": size for axis, size in sizes.items()})
+        raise ConfigError(
+            f"meshes: {sizes!r} is no mesh", fix="write 'meshes=[{tp:2},{pp:2,dp_shard:2}]'"
+        )
+
+    @classmethod
     def of(cls, value: Any) -> Entry:
         """The entry that an element of the list is: a name, or ``{name: {knob: value}}``.
 
@@ -60,6 +73,7 @@ class VerifyOptions:
     """
 
     strategies: tuple[Any, ...] = ()
+    meshes: tuple[Any, ...] = ()
     steps: int = 10
     ladder: tuple[str, ...] = ("sgd", "recipe")
     sgd_lr: float = 0.1
@@ -102,8 +116,11 @@ class VerifyOptions:
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
-        """The strategies, in the order of the list."""
-        return tuple(Entry.of(value) for value in self.strategies)
+        """The strategies, in the order of the list, and ``parallel`` on each mesh behind them."""
+        entries = [Entry.of(value) for value in self.strategies]
+        if self.meshes and not entries:
+            entries.append(Entry("single"))
+        return (*entries, *map(Entry.of_mesh, self.meshes))
 
     @property
     def reference(self) -> Entry:

@@ -7,6 +7,7 @@ nothing and shows the witness the engine that it has prepared.
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torsh_trainer.comm.base import CommOptions, Communicator
 from torsh_trainer.comm.membership import Membership
 from torsh_trainer.emulation import Emulation
 from torsh_trainer.environments.world import World
+from torsh_trainer.mesh import Groups
 from torsh_trainer.strategies.base import Engine, Job, Mesh, Strategy
 from torsh_trainer.verify.record import FACTS, ROWS, Arrays, parameters_file
 
@@ -36,14 +38,14 @@ class Witness(Callback):
 
     def __init__(self) -> None:
         self._engine: Engine | None = None
-        self._comm: Communicator | None = None
+        self._groups: Groups | None = None
         self._folder = Path()
         self._gradient_scale = 1.0
         self._rate: float | None = None
 
-    def sees(self, engine: Engine, comm: Communicator, *, gradient_scale: float) -> None:
+    def sees(self, engine: Engine, groups: Groups, *, gradient_scale: float) -> None:
         """Told once the engine is there, and by how much its gradient is to exceed the mean."""
-        self._engine, self._comm, self._gradient_scale = engine, comm, gradient_scale
+        self._engine, self._groups, self._gradient_scale = engine, groups, gradient_scale
         for optimizer in list(engine.optimizers.values())[:1]:
             optimizer.register_step_pre_hook(self._before_step)
 
@@ -81,10 +83,10 @@ class Witness(Callback):
     def _write(self, step: int, values: Mapping[str, Any]) -> None:
         """Collective: parameters that several ranks hold in parts are put together."""
         assert self._engine is not None
-        assert self._comm is not None
-        arrays = parameters_of(self._engine, self._comm)
-        sums = self._comm.all_gather_object(_checksum(arrays))
-        if not self._comm.world.is_rank_zero:
+        assert self._groups is not None
+        arrays = parameters_of(self._engine, self._groups)
+        sums = self._groups.whole.all_gather_object(_checksum(arrays))
+        if not self._groups.whole.world.is_rank_zero:
             return
         names = numpy.array(list(arrays), dtype=str)
         with parameters_file(self._folder, step).open("wb") as file:
@@ -94,7 +96,7 @@ class Witness(Callback):
             file_of_rows.write(json.dumps(row) + "\n")
 
 
-def parameters_of(engine: Engine, comm: Communicator) -> Arrays:
+def parameters_of(engine: Engine, groups: Groups) -> Arrays:
     """Every parameter whole, by name, in fp32 or what the engine's master copy has.
 
     Collective. Buffers are left out: those that matter are rank 0's, by the word of the contract.
@@ -108,9 +110,23 @@ def parameters_of(engine: Engine, comm: Communicator) -> Arrays:
             pieces[name] = [tuple(value.global_shape), value.offset, _array(value.tensor)]
             arrays[name] = _array(value.tensor)  # keeps its place
         else:
-            arrays[name] = _array(value.full_tensor() if isinstance(value, DTensor) else value)
-    gathered = comm.all_gather_object(pieces)
-    return {**arrays, **_join_pieces(gathered)}
+            arrays[name] = _array(_gather(value) if isinstance(value, DTensor) else value)
+    arrays |= _join_pieces(groups.data.all_gather_object(pieces))
+    if groups.mesh.pp == 1:
+        return arrays
+    stages = groups.pipeline.all_gather_object(arrays)
+    return {name: array for stage in stages for name, array in stage.items()}
+
+
+def _gather(value: DTensor) -> torch.Tensor:
+    """The whole tensor; that several collectives make it is nothing that a user has to read."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return value.full_tensor()
+    finally:
+        logger.setLevel(level)
 
 
 def _join_pieces(gathered: list[dict[str, list[Any]]]) -> Arrays:
@@ -188,5 +204,6 @@ class WatchedStrategy(Strategy):
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         engine = self.inner.prepare(job, comm)
         scale = self.inner.gradient_scale_on(comm.world)
-        self.witness.sees(engine, comm, gradient_scale=scale)
+        groups = job.groups or Groups(self.inner.mesh(comm.world), comm)
+        self.witness.sees(engine, groups, gradient_scale=scale)
         return engine
