@@ -64,14 +64,16 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """A strategy by name, its knobs, and on how many processes it trains."""
+    """A strategy by name, its knobs, on how many processes it trains, and on which mesh."""
 
     strategy: str
     processes: int
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        knobs = ", ".join(f"{name}={value}" for name, value in self.knobs.items())
+        sizes = {f"mesh.{axis}": size for axis, size in self.mesh.items()}
+        knobs = ", ".join(f"{name}={value}" for name, value in {**self.knobs, **sizes}.items())
         return f"{self.strategy}({knobs}) x {self.processes}"
 
 
@@ -189,6 +191,8 @@ def _engine(
     name = dice.choice(strategies)
     if name == "single" or (count == 1 and name == "gloo"):
         return EngineChoice("single", 1)
+    if name == "parallel":
+        return EngineChoice("single", 1) if count == 1 else _cut(dice, count, len(pieces))
     uneven = bool({"unused", "experts"} & set(pieces))
     knobs: dict[str, Any] = {}
     if uneven and dice.random() < 0.9 and name != "deepspeed":  # which has no such knob
@@ -221,3 +225,31 @@ def _engine(
         if dice.random() < 0.2 and not (knob == "static_graph" and uneven):
             knobs[knob] = values[knob]
     return EngineChoice(name, count, knobs)
+
+
+_MESHES: Mapping[int, Sequence[Mapping[str, int]]] = {
+    2: ({"pp": 2}, {"tp": 2}),
+    4: ({"pp": 2}, {"tp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "dp_replicate": 2, "dp_shard": 1}),
+}
+
+
+def _cut(dice: random.Random, count: int, blocks: int) -> EngineChoice:
+    """A model in parts: stages by any schedule, layers by a plan of its linears."""
+    mesh = dice.choice(_MESHES[count])
+    knobs: dict[str, Any] = {}
+    if "pp" in mesh:
+        knobs["schedule"] = dice.choice(("gpipe", "1f1b"))
+        if blocks >= 4 or dice.random() < 0.1:
+            knobs["schedule"] = dice.choice(("interleaved_1f1b", "looped_bfs"))
+            knobs["stages_per_rank"] = 2
+    if "tp" in mesh:
+        layers = [f"blocks.{block}.linear" for block in range(blocks)]
+        plan = {
+            layer: dice.choice(("colwise_gather", "rowwise"))
+            for layer in layers
+            if dice.random() < 0.6
+        }
+        if not plan or dice.random() < 0.5:
+            plan["stem"] = dice.choice(("colwise_gather", "rowwise"))
+        knobs["plan"] = plan
+    return EngineChoice("parallel", count, knobs, mesh)

@@ -22,6 +22,7 @@ from torsh_trainer.checkpoint.base import CheckpointOptions
 from torsh_trainer.data.loading import Loading
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
+from torsh_trainer.mesh import MeshOptions
 from torsh_trainer.testing.fuzzing.drawing import Combination, EngineChoice
 from torsh_trainer.testing.fuzzing.models import DrawnTask
 from torsh_trainer.testing.fuzzing.plain import TrainingTrace, train_plainly
@@ -61,6 +62,7 @@ def trainer_of(drawn: Combination, engine: EngineChoice, until: int, run_dir: Pa
     return Trainer(
         task=DrawnTask(drawn),
         strategy=registry.strategy_class(engine.strategy)(**knobs),
+        mesh=MeshOptions(**engine.mesh),
         loading=Loading(
             batch_size=drawn.batch_size,
             micro_batch_size=drawn.micro_batch,
