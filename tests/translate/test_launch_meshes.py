@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.mesh import axes
 from torsh_trainer.translate.base import TranslationRequest
 from torsh_trainer.translate.engines import work_of
+from torsh_trainer.translate.launch import meshes
 from torsh_trainer.translate.plan import Plan
 
 MEGATRON = (
@@ -30,6 +32,10 @@ def plan_of(command: str) -> Plan:
 def verdict(plan: Plan, key: str) -> str:
     [found] = [finding for finding in plan.findings if finding.key == key]
     return found.verdict
+
+
+def test_an_axis_waits_here_as_long_as_the_mesh_refuses_it():
+    assert meshes.NOT_YET == axes.NOT_YET
 
 
 def test_sizes_of_megatron_are_axes_of_the_mesh():

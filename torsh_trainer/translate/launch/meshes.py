@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from torsh_trainer.mesh.axes import NOT_YET
 from torsh_trainer.translate.launch.flags import Judge, StatedFlag
 from torsh_trainer.translate.launch.job import LaunchJob
 from torsh_trainer.translate.outcomes import Outcome, dead, exact, faster, refuse
@@ -27,6 +26,9 @@ MODEL_AXES: Mapping[str, str] = {
     "megatron_lm_expert_model_parallel_size": "ep",
 }
 """Axes along which processes have the same samples, by the names of their flags."""
+
+NOT_YET: Mapping[str, str] = {"cp": "parts of a sequence", "ep": "parts of the experts"}
+"""Axes that ``torsh_trainer.mesh.axes`` refuses, which imports torch."""
 
 DATA_AXES: Mapping[str, str] = {
     "parallelism_config_dp_replicate_size": "dp_replicate",
