@@ -32,6 +32,24 @@ def test_no_combination_is_wrong_without_a_word(fuzzer, first):
     assert sum(outcome.verdict == "agrees" for outcome, _ in outcomes) >= 5
 
 
+CUT = ("parallel", "parallel", "fsdp")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        901018,  # an fp64 layer in one stage alone: stages summed squares of two dtypes
+        pytest.param(901030, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_no_mesh_is_wrong_without_a_word(fuzzer, first):
+    drawn = [draw(number, strategies=CUT) for number in range(first, first + 6)]
+    outcomes = [(fuzzer.try_one(one), one) for one in drawn]
+    wrong = [f"{o.verdict}: {o.why} {one}" for o, one in outcomes if o.verdict.isupper()]
+    assert wrong == []
+    assert sum(outcome.verdict == "agrees" for outcome, _ in outcomes) >= 2
+
+
 PLAIN = next(
     d
     for d in map(draw, range(1000))

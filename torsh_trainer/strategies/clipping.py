@@ -149,13 +149,17 @@ class ClippedApart:
         return self._outcomes.pop(name)
 
 
-def local_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
-    """The L2 norm over all gradients of this process, float32 or wider."""
+def local_norm(
+    gradients: list[Tensor], device: torch.device, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The L2 norm over all gradients of this process, in ``dtype``, else float32 or wider."""
+    if dtype is None:
+        is_wide = any(g.dtype is torch.float64 for g in gradients)
+        dtype = torch.float64 if is_wide else torch.float32
     if not gradients:
-        return torch.zeros((), device=device)
-    wide = torch.float64 if any(g.dtype is torch.float64 for g in gradients) else torch.float32
+        return torch.zeros((), dtype=dtype, device=device)
     by_device: dict[torch.device, list[Tensor]] = {}
-    for norm in torch._foreach_norm(gradients, 2.0, dtype=wide):
+    for norm in torch._foreach_norm(gradients, 2.0, dtype=dtype):
         by_device.setdefault(norm.device, []).append(norm)
     # One copy for all of a device: offloaded gradients are on the host.
     parts = [torch.stack(norms).to(device) for norms in by_device.values()]

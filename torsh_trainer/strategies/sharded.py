@@ -129,7 +129,7 @@ class ShardedGradients(HeldGradients):
     Of a layer that is not cut over ``tp`` it holds a shard several times: ``counts`` says whether
     this process's is the one that counts. ``counts_whole`` says the same of those that are whole,
     where processes of the group hold other ones (None: all hold the same). ``uncounted`` are
-    parameters that another process counts.
+    parameters that another process counts. Collective.
     """
 
     def __init__(
@@ -143,6 +143,10 @@ class ShardedGradients(HeldGradients):
         uncounted: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__(model, device)
+        is_wide = any(p.dtype in _WIDE and p.requires_grad for p in model.parameters())
+        if norm_group.process_group is not None:  # who holds which parameters may differ
+            is_wide = any(norm_group.all_gather_object(is_wide))
+        self._dtype = torch.float64 if is_wide else torch.float32
         self._counts_whole = counts_whole
         self._uncounted = uncounted
         self.norm_group = norm_group.process_group
@@ -166,13 +170,16 @@ class ShardedGradients(HeldGradients):
         # Shards of one group hold the whole gradient once; replicas hold it again.
         known = zip(storage, self._whole, self._counted, strict=True)
         parts = [g for g, whole, counted in known if counted and (not whole or self._counts_whole)]
-        square = local_norm(parts, self.device).square()
+        square = local_norm(parts, self.device, dtype=self._dtype).square()
         if self.norm_group is not None:
             torch.distributed.all_reduce(square, group=self.norm_group)
         if any(self._whole) and self._counts_whole is None:
             uncut = [g for g, whole in zip(storage, self._whole, strict=True) if whole]
-            square = square + local_norm(uncut, self.device).square()
+            square = square + local_norm(uncut, self.device, dtype=self._dtype).square()
         return square.sqrt()
+
+
+_WIDE = (torch.float64, torch.complex128)
 
 
 def _is_cut_over_tp(gradient: Any) -> bool:
