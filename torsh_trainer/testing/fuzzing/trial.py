@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ from torsh_trainer.testing.fuzzing.plain import TrainingTrace, train_plainly
 from torsh_trainer.testing.ranks import RankFailure, RankPool
 from torsh_trainer.training.trainer import Trainer, run_in
 from torsh_trainer.utils import registry
+
+_REFUSAL = re.compile(r"torsh_trainer\.errors\.(Unsupported|ConfigError): (.*)")
 
 Verdict = Literal["agrees", "refused", "told", "plain fails", "DIFFERS", "CRASHES"]
 SILENT: tuple[Verdict, ...] = ("DIFFERS", "CRASHES")
@@ -87,10 +90,15 @@ def trainer_of(drawn: Combination, engine: EngineChoice, until: int, run_dir: Pa
 
 
 def live(world: World, trainer: Trainer) -> Any:
-    """One process of a run: what it has noted, or its refusal."""
+    """One process of a run: what it has noted, or its refusal.
+
+    Of a model in parts one process alone may refuse: it raises, which ends the others.
+    """
     try:
         content = run_in(world, trainer).content
     except TorshError as error:
+        if math.prod(trainer.mesh.model_sizes.values()) > 1:
+            raise
         return {"refused": f"{type(error).__name__}: {error}"}
     (diary,) = [one for one in trainer.callbacks if isinstance(one, Diary)]
     return {"rows": diary.rows, **content}
@@ -123,6 +131,8 @@ class Fuzzer:
                 try:
                     answers = self._pool(engine.processes).run(live, trainer, timeout_s=60.0)
                 except RankFailure as failure:
+                    if refusal := _REFUSAL.search(str(failure)):
+                        return TrialOutcome("refused", f"{refusal[1]}: {refusal[2]}")
                     return TrialOutcome("CRASHES", f"{engine}: {_last_error(str(failure))}")
                 refused = [answer["refused"] for answer in answers if "refused" in answer]
                 if refused:
