@@ -50,6 +50,17 @@ def test_no_mesh_is_wrong_without_a_word(fuzzer, first):
     assert sum(outcome.verdict == "agrees" for outcome, _ in outcomes) >= 2
 
 
+def test_statistics_of_other_replicas_fade_while_micro_batches_are_under_way(fuzzer):
+    """BatchNorm in a stage that has several of them between forward and backward."""
+    drawn = draw(905067, processes=(4,), strategies=("parallel",))
+    drawn = replace(drawn, engines=drawn.engines[:1], stops=drawn.stops[:1])
+    [engine] = drawn.engines
+    assert engine.mesh == {"pp": 2, "dp_replicate": 2, "dp_shard": 1}
+    assert "batch_norm" in drawn.pieces
+    outcome = fuzzer.try_one(drawn)
+    assert outcome.verdict == "agrees", outcome
+
+
 PLAIN = next(
     d
     for d in map(draw, range(1000))

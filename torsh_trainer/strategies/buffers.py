@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torsh_trainer.checkpoint.shards import FlatShard
@@ -318,10 +319,16 @@ class Buffers:
         position = self._behind + place.number
         others = position - self._last - 1
         if others and self._last >= 0:
-            faded = [one for average in self._averages for one in average.fade(others)]
+            faded = [(a, *one) for a in self._averages for one in a.fade(others)]
             if faded:
-                tensors, starts, weights = (list(column) for column in zip(*faded, strict=True))
-                with torch.no_grad():
+                of, tensors, starts, weights = (list(column) for column in zip(*faded, strict=True))
+                # A backward of BatchNorm reads the batch's statistics, not these: forwards whose
+                # backward is still to come (a pipeline's) do not mind that they change.
+                unread = [t for a, t in zip(of, tensors, strict=True) if a.module is not None]
+                with (
+                    torch.no_grad(),
+                    _unsafe_preserve_version_counter(tuple(unread)),
+                ):
                     torch._foreach_lerp_(tensors, starts, weights)
         self._last, self._in_step = position, place.of
 
