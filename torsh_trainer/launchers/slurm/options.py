@@ -1,0 +1,184 @@
+"""Knobs of the Slurm launcher, checked; and options that belong to a knob."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torsh_trainer.errors import ConfigError
+
+PASSED_ON = (
+    *("gpus_per_node", "mem", "time", "partition", "account", "qos", "constraint", "signal"),
+)
+"""Knobs that are an option of sbatch under their own name, where they are set."""
+
+_PLACES = {
+    "nodes": "launcher.nodes",
+    "ntasks": "launcher.nodes and launcher.ntasks_per_node",
+    "ntasks-per-node": "launcher.ntasks_per_node",
+    "cpus-per-task": "launcher.cpus_per_task",
+}
+OWNED_BY_SBATCH: Mapping[str, str] = {
+    **_PLACES,
+    **{knob.replace("_", "-"): f"launcher.{knob}" for knob in PASSED_ON},
+    "job-name": "launcher.job_name",
+    "output": "launcher.output",
+    "requeue": "launcher.requeue",
+    "no-requeue": "launcher.requeue",
+    "chdir": "",
+    "parsable": "",
+    "open-mode": "",
+    "test-only": "",
+    "wait": "launcher.wait_for_end",
+    "wrap": "",
+    "array": "",
+    "het-group": "",
+}
+OWNED_BY_SRUN: Mapping[str, str] = {
+    **_PLACES,
+    "kill-on-bad-exit": "",
+    "container-image": "launcher.container_image",
+    "container-mounts": "launcher.container_mounts",
+    "container-workdir": "",
+    "het-group": "",
+    "multi-prog": "",
+    "pty": "",
+}
+_WHY = {
+    "array": "each job of a sweep is a submission of its own: -m launcher=slurm",
+    "het-group": "a heterogeneous job has groups of nodes that differ, and the processes of a run "
+    "are alike; leave it out",
+}
+_WHOLE = {"gpus", "no-kill", "mem-bind"}
+"""Options of Slurm's that are the beginning of another one's name, or look so."""
+
+_LONG = re.compile(r"--([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
+_GPUS = re.compile(r"(?:[\w.-]+:)?([1-9]\d*)")
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+_SIGNAL = re.compile(r"(USR1|TERM|INT)@([1-9]\d*)")
+_TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|UNLIMITED)", re.I)
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuses what is no number of 1 or more, nor None."""
+    if value is not None and (isinstance(value, str) or value < 1):
+        raise ConfigError(
+            f"launcher.{name}={value} is no number of {name.split('_')[0]}", fix="give 1 or more"
+        )
+
+
+def check_gpus(value: int | str | None) -> None:
+    """Refuses what is neither a number nor TYPE:NUMBER."""
+    if value is not None and _GPUS.fullmatch(str(value)) is None:
+        raise ConfigError(
+            f"launcher.gpus_per_node={value} is neither a number nor TYPE:NUMBER",
+            fix="write 4 or a100:4, or null for none",
+        )
+
+
+def count_gpus(value: int | str | None) -> int:
+    """The number of ``launcher.gpus_per_node``; 0 for none."""
+    found = None if value is None else _GPUS.fullmatch(str(value))
+    return 0 if found is None else int(found[1])
+
+
+def check_memory(value: int | str | None) -> None:
+    """Refuses what Slurm would not read as memory of a node."""
+    if value is not None and _MEMORY.fullmatch(str(value)) is None:
+        raise ConfigError(
+            f"launcher.mem={value} is no amount of memory",
+            fix="write 32G (K, M, G or T); a bare number is MB, 0 all of the node's",
+        )
+
+
+def check_time(value: int | str | None, signal: str | None) -> None:
+    """Refuses a time that might mean something else, and a warning that comes too late or early."""
+    warned = None if signal is None else _SIGNAL.fullmatch(signal)
+    if signal is not None and warned is None:
+        raise ConfigError(
+            f"launcher.signal={signal} cannot be honoured: a run saves at USR1, TERM or INT, sent "
+            "to its tasks (not B:, which reaches the script alone)",
+            fix="write USR1@120, or null for no warning ahead of the limit",
+        )
+    if value is None:
+        return
+    found = _TIME.fullmatch(str(value))
+    if found is None or isinstance(value, int):
+        raise ConfigError(
+            f"launcher.time={value} has no unit: YAML reads 12:00:00 as 43200",
+            fix="write it in quotation marks with a colon or a dash: '12:00:00', '30:00' "
+            "(minutes), '1-0' (days)",
+        )
+    limit = _seconds(found)
+    if limit is not None and warned is not None and limit <= int(warned[2]) + 60:
+        raise ConfigError(
+            f"launcher.time={value} leaves nothing to train before launcher.signal={signal}, which "
+            "Slurm sends up to a minute early",
+            fix="give more time, or a shorter warning",
+        )
+
+
+def _seconds(found: re.Match[str]) -> int | None:
+    if found[0].upper() == "UNLIMITED":
+        return None
+    days, of_days, minutes, seconds, hours, first, second = (int(x or 0) for x in found.groups())
+    if "-" in found[0]:
+        return ((days * 24 + of_days) * 60 + minutes) * 60 + seconds
+    return (hours * 60 + first) * 60 + second
+
+
+def check_text(name: str, value: str | None) -> None:
+    """Refuses an empty text, and one with characters that no terminal shows."""
+    if value is not None and (not value or not value.isprintable()):
+        raise ConfigError(
+            f"launcher.{name}={value!r} is empty, or holds what cannot be printed",
+            fix="give a name, or null",
+        )
+
+
+def check_output(value: str | None) -> None:
+    """Refuses what ``jobs logs`` could not find again."""
+    if value is not None and ("\\" in value or "%" in value.replace("%j", "")):
+        raise ConfigError(
+            f"launcher.output={value}: of Slurm's patterns only %j, the job's number, is known",
+            fix="leave the others out; a relative path begins in the run's folder",
+        )
+
+
+def check_container(image: str | None, mounts: Sequence[str]) -> None:
+    """Refuses mounts without an image, and those that pyxis would take apart."""
+    check_text("container_image", image)
+    if mounts and image is None:
+        raise ConfigError(
+            "launcher.container_mounts has nothing to mount into",
+            fix="set launcher.container_image",
+        )
+    for mount in mounts:
+        if "," in mount or not mount.isprintable() or not mount:
+            raise ConfigError(
+                f"launcher.container_mounts: {mount!r} is no SOURCE:TARGET[:FLAGS]",
+                fix="write each as an item of the list, without commas",
+            )
+
+
+def check_further(knob: str, words: Sequence[str], owned: Mapping[str, str]) -> None:
+    """Refuses further options that are no long ones, or that a knob sets."""
+    for word in words:
+        found = _LONG.fullmatch(word)
+        if found is None or "\0" in word:
+            raise ConfigError(
+                f"launcher.{knob}: {word!r} is no long option",
+                fix="write each as one item, --NAME or --NAME=VALUE"
+                + ("; heterogeneous jobs (:) are not possible" if word == ":" else ""),
+            )
+        name = found[1]
+        if name.startswith(("het", "pack")):
+            name = "het-group"
+        same = [
+            one for one in owned if one == name or (one.startswith(name) and name not in _WHOLE)
+        ]
+        if same:
+            knob_of = owned[same[0]]
+            why = _WHY.get(same[0]) or (f"set {knob_of}" if knob_of else "leave it out")
+            raise ConfigError(f"launcher.{knob}: {word} is not yours to set here", fix=why)

@@ -1,0 +1,50 @@
+"""The batch script: it starts the tasks, and decides whether the job waits again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from torsh_trainer.launchers.plan import JobRequest
+from torsh_trainer.launchers.submission import CANCELLED, FOLDER
+
+_UNSHARED = (
+    "error: $(hostname) does not see $run and the folder of the command as they were when the job "
+    "was submitted; put both on a disk that the nodes share"
+)
+_REQUEUE = """\
+# 138: Slurm's warning (SIGUSR1) ahead of the time limit. 143: SIGTERM, of which Slurm says whether
+# it was a preemption; srun sends it too, to the tasks that are left when another has failed.
+job=$(scontrol show job "$SLURM_JOB_ID" --oneliner) || job=
+if [[ $job == *" JobState=RUNNING "* && ! -e $run/{folder}/{cancelled} ]] &&
+    [[ $code == 138 || ( $code == 143 && $job == *" PreemptTime="[0-9]* ) ]]; then
+    scontrol requeue "$SLURM_JOB_ID" && sleep 300
+fi
+"""
+
+
+def write_script(request: JobRequest, *, srun: Sequence[str], python: str, requeue: bool) -> str:
+    """The script of ``request`` for bash; every value in it is quoted as one word.
+
+    ``srun`` are its options. A job that is begun again tells the run by ``--again``.
+    """
+    quote = shlex.quote
+    lines = [
+        "#!/bin/bash",
+        "# Written by torsh_trainer; `python -m torsh_trainer jobs status` in this run's folder.",
+        "trap : TERM USR1  # the tasks save; what comes of it is decided below",
+        f"run={quote(str(request.run_dir))}",
+        f"if ! cd -- {quote(str(request.folder))} || ! [[ -r $run/{FOLDER}/run.yaml ]]; then",
+        f'    echo "{_UNSHARED}" >&2',
+        "    exit 1",
+        "fi",
+        "again=()",
+        "if ((${SLURM_RESTART_COUNT:-0} > 0)); then again=(--again); fi",
+        f"srun {shlex.join(srun)} \\",
+        f'    {shlex.join([python, *request.arguments])} "${{again[@]}}"',
+        "code=$?",
+    ]
+    text = "\n".join(lines) + "\n"
+    if requeue:
+        text += _REQUEUE.format(folder=FOLDER, cancelled=CANCELLED)
+    return text + "exit $code\n"
