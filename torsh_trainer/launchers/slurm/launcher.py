@@ -30,7 +30,7 @@ class SlurmLauncher(SubmitLauncher):
 
     ``ntasks_per_node`` auto is ``gpus_per_node``, else 1. What is None is left to Slurm: its
     defaults and the ``SBATCH_...`` variables. ``time`` is Slurm's own notation, with a colon or a
-    dash. ``signal`` (NAME@SECONDS) has the run save so long before its limit. ``requeue`` has a
+    dash. ``signal`` (USR1@SECONDS) has the run save so long before its limit. ``requeue`` has a
     job that was preempted, reached its limit or lost a node wait again and go on from its
     checkpoint. ``container_...`` are the flags of pyxis. ``sbatch_options`` and ``srun_options``
     are further long options, each one word. ``python`` is the interpreter on the nodes; None is
@@ -178,8 +178,7 @@ class SlurmLauncher(SubmitLauncher):
             "--parsable",
             f"--job-name={re.sub(r'[^0-9A-Za-z_.+-]', '_', name)}",
             f"--chdir={request.run_dir}",
-            # Below that folder: in a path of its own Slurm would read every % and backslash.
-            f"--output={self.output or OUTPUT}",
+            f"--output={options.write_output(request.run_dir, self.output or str(OUTPUT))}",
             "--open-mode=append",
             "--requeue" if self.requeue else "--no-requeue",
             *self._places(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torsh_trainer.errors import ConfigError
@@ -56,7 +57,7 @@ _WHOLE = {"gpus", "no-kill", "mem-bind"}
 _LONG = re.compile(r"--([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
 _GPUS = re.compile(r"(?:[\w.-]+:)?([1-9]\d*)")
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
-_SIGNAL = re.compile(r"(USR1|TERM|INT)@([1-9]\d*)")
+_SIGNAL = re.compile(r"USR1@([1-9]\d*)")
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|UNLIMITED)", re.I)
 
 
@@ -97,8 +98,8 @@ def check_time(value: int | str | None, signal: str | None) -> None:
     warned = None if signal is None else _SIGNAL.fullmatch(signal)
     if signal is not None and warned is None:
         raise ConfigError(
-            f"launcher.signal={signal} cannot be honoured: a run saves at USR1, TERM or INT, sent "
-            "to its tasks (not B:, which reaches the script alone)",
+            f"launcher.signal={signal} cannot be honoured: a run that is to save and wait again is "
+            "told by USR1, sent to its tasks (B: reaches the script alone)",
             fix="write USR1@120, or null for no warning ahead of the limit",
         )
     if value is None:
@@ -111,7 +112,7 @@ def check_time(value: int | str | None, signal: str | None) -> None:
             "(minutes), '1-0' (days)",
         )
     limit = _seconds(found)
-    if limit is not None and warned is not None and limit <= int(warned[2]) + 60:
+    if limit is not None and warned is not None and limit <= int(warned[1]) + 60:
         raise ConfigError(
             f"launcher.time={value} leaves nothing to train before launcher.signal={signal}, which "
             "Slurm sends up to a minute early",
@@ -144,6 +145,21 @@ def check_output(value: str | None) -> None:
             f"launcher.output={value}: of Slurm's patterns only %j, the job's number, is known",
             fix="leave the others out; a relative path begins in the run's folder",
         )
+
+
+def write_output(run_dir: Path, output: str) -> str:
+    """``launcher.output`` below ``run_dir`` as Slurm reads it: a ``%`` of a folder is doubled.
+
+    Raises:
+        ConfigError: the folder holds a backslash, by which Slurm reads a whole name otherwise.
+    """
+    if "\\" in str(run_dir):
+        raise ConfigError(
+            f"{run_dir} holds a backslash, which Slurm drops from the names of outputs",
+            fix="choose another folder (hydra.run.dir)",
+        )
+    folder = str(run_dir).replace("%", "%%")
+    return output if output.startswith("/") else f"{folder}/{output}"
 
 
 def check_container(image: str | None, mounts: Sequence[str]) -> None:

@@ -118,7 +118,7 @@ def read_accounting(text: str) -> JobStatus | None:
 
 def explain_refusal(said: str, launcher: SlurmLauncher) -> ConfigError | ResourceError:
     """What sbatch refused, in a sentence that names the knob."""
-    words = _one_line(re.sub(r"sbatch: (error|fatal): ", "", said))
+    words = _one_line(re.sub(r"sbatch: (error|fatal): (Batch job submission failed: )?", "", said))
     if _CONTROLLER.search(words):
         return ResourceError(
             f"sbatch does not reach Slurm: {words}", fix="submit from a login node of the cluster"
