@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.launchers.conftest import PATIENCE_S, Door, SlurmLab, losses
-from torsh_trainer.launchers.submission import JobHandle
+from torsh_trainer.launchers.job_folder import JobHandle
 
 TWO = ("+recipe=quick.yaml", "strategy=ddp", "launcher=slurm", "launcher.nodes=2")
 HELD = "+callbacks.held={_target_: held.Held}"
@@ -138,8 +138,26 @@ def test_a_rank_that_is_killed_fails_the_job_and_nothing_is_requeued(slurm, door
     assert door(*TWO, killed, "hydra.run.dir=run").code == 0
     answer = door("jobs", "wait", "run")
     assert answer.code not in (0, 2)
+    assert "is failed" in answer.out
+    assert "rank 1 on lab2: Killed" in answer.out
     assert "restarted" not in answer.out
     assert "JobState=FAILED" in slurm.job(number(home / "run"))
+
+
+def test_the_rank_that_fails_first_is_told_with_its_words_and_exit_code(slurm, door, home):
+    (home / "refusing.py").write_text(
+        "import os\nfrom torsh_trainer import Callback\n"
+        "from torsh_trainer.errors import ConfigError\n\n\n"
+        "class Refusing(Callback):\n"
+        "    def on_step(self, report):\n"
+        "        if os.environ['SLURM_PROCID'] == '1' and report.step == 3:\n"
+        "            raise ConfigError('vars.odd=1 is odd', fix='make it even')\n"
+    )
+    refusing = "+callbacks.refusing={_target_: refusing.Refusing}"
+    assert door(*TWO, refusing, "hydra.run.dir=run").code == 0
+    answer = door("jobs", "wait", "run")
+    assert "is failed (exit code 2): vars.odd=1 is odd; make it even" in answer.out
+    assert answer.code == 2
 
 
 def test_a_sweep_is_a_submission_for_each_job_and_waits_for_all(slurm, door, home):

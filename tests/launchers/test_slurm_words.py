@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.launchers.job_folder import JobStatus
 from torsh_trainer.launchers.plan import JobRequest
 from torsh_trainer.launchers.slurm import told
 from torsh_trainer.launchers.slurm.launcher import SlurmLauncher
-from torsh_trainer.launchers.submission import JobStatus
 
 REFUSED = {
     "nodes": ({"nodes": 0}, "launcher.nodes=0 is no number of nodes"),

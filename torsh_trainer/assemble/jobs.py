@@ -23,7 +23,7 @@ from torsh_trainer.assemble.submitting import (
     submit_again,
 )
 from torsh_trainer.errors import ConfigError, TorshError, nearest
-from torsh_trainer.launchers.submission import JOB, JobStatus
+from torsh_trainer.launchers.job_folder import JOB, JobStatus, forget_failure, note_failure
 from torsh_trainer.rundir import RunDir
 from torsh_trainer.rundir.output import outliving_stdout
 from torsh_trainer.utils.arguments import VerbParser
@@ -169,12 +169,15 @@ def _run(argv: Sequence[str], *, in_words: InWords) -> int:
     options = parser.parse_args(argv)
     env = dict(os.environ)
     found = environments.detect(env)
-    leads, began = found is None or found.rank == 0, time.time()
+    rank, began = 0 if found is None else found.rank, time.time()
+    leads = rank == 0
     ends_with_its_run()
+    forget_failure(options.run, rank=rank)
     with outliving_stdout():
         try:
             launch(work, order_within(options.run, leads=leads, again=options.again), env)
         except Exception as error:
+            note_failure(options.run, in_words(error), rank=rank)
             if leads and options.run.is_dir():
                 RunDir(options.run).leave_error(in_words(error), since=began)
             raise

@@ -21,15 +21,9 @@ from torsh_trainer.checkpoint.store.places import parse_storage_path
 from torsh_trainer.checkpoint.store.retention import complete
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError
 from torsh_trainer.launchers.base import LaunchContext, Launcher
+from torsh_trainer.launchers.job_folder import FOLDER, JOB, JobHandle, JobStatus
 from torsh_trainer.launchers.plan import JobRequest, PlannedFile, write_plan
-from torsh_trainer.launchers.submission import (
-    FOLDER,
-    JOB,
-    JobHandle,
-    JobStatus,
-    SubmissionPlan,
-    SubmitLauncher,
-)
+from torsh_trainer.launchers.submission import SubmissionPlan, SubmitLauncher
 from torsh_trainer.rundir import MARKER, RunDir
 from torsh_trainer.utils.files import disk_error
 from torsh_trainer.utils.foreign import escape_controls

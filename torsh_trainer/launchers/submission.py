@@ -13,34 +13,31 @@ import json
 import shutil
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.errors import ConfigError, Interrupted, ResourceError
 from torsh_trainer.launchers.base import LaunchContext, Launcher
-from torsh_trainer.launchers.plan import JobRequest, LaunchPlan
-from torsh_trainer.utils.files import disk_error, parse_json, set_aside, strict_json, write_file
-
-JobState = Literal["queued", "running", "succeeded", "failed", "cancelled", "preempted", "lost"]
-STATES: tuple[JobState, ...] = (
-    *("queued", "running"),
-    *("succeeded", "failed", "cancelled", "preempted", "lost"),
+from torsh_trainer.launchers.failures import root_cause
+from torsh_trainer.launchers.job_folder import (
+    CANCELLED,
+    FOLDER,
+    JOB,
+    OUTPUT,
+    PREEMPTED,
+    JobHandle,
+    JobStatus,
+    read_failures,
 )
-JOB = "job.json"
-FOLDER = "job"
-"""Below the run's folder: what was handed over (``run.yaml``), and the launcher's own files."""
-
-CANCELLED = "cancelled"
-"""In that folder: somebody has asked for the end, so that nothing starts it again."""
-
-OUTPUT = Path("logs", "job.out")
-STOPPED = {143: "SIGTERM", 138: "SIGUSR1", 130: "SIGINT"}
-"""Exit codes of a run that a signal has stopped; it has saved where it may."""
+from torsh_trainer.launchers.plan import JobRequest, LaunchPlan
+from torsh_trainer.utils.files import disk_error, write_file
 
 CLIENT_TIMEOUT_S = 120.0
+_TAIL_BYTES = 1 << 16
 UNREACHABLE_S = 300.0
 """So long ``wait`` goes on asking a scheduler that does not answer."""
 
@@ -55,77 +52,6 @@ class SubmissionPlan(LaunchPlan):
     def command(self) -> tuple[str, ...]:
         """What submits."""
         return self.commands[-1]
-
-
-@dataclass(frozen=True)
-class JobHandle:
-    """A submitted job: ``id`` is the scheduler's, ``host`` where it was submitted."""
-
-    launcher: str
-    id: str
-    run_dir: str
-    host: str
-
-    @property
-    def home(self) -> Path:
-        """The run's folder."""
-        return Path(self.run_dir)
-
-    def write(self) -> None:
-        """Writes job.json; that of an earlier submission is kept as job.1.json.
-
-        Raises:
-            OSError: the disk refused.
-        """
-        set_aside(self.home / JOB)
-        write_file(self.home / JOB, strict_json(asdict(self)).encode())
-
-    @classmethod
-    def read(cls, run_dir: Path) -> JobHandle:
-        """The handle in ``run_dir``, wherever that lies now.
-
-        Raises:
-            ConfigError: no job was submitted from there, or the file is damaged.
-            ResourceError: it cannot be read.
-        """
-        path = run_dir / JOB
-        try:
-            told = parse_json(path.read_text(encoding="utf-8"))
-            return cls(**{**told, "run_dir": str(run_dir.absolute())})
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"{run_dir} holds no job: there is no {JOB}",
-                fix="give the folder of a run that was submitted; jobs list shows those below runs",
-            ) from error
-        except OSError as error:
-            raise disk_error(error, "read", path) from error
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{path} is not as it was written",
-                fix='it holds {"launcher", "id", "run_dir", "host"}: put it right',
-            ) from error
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """Where a job is. ``reason`` says why it waits, or what ended it; ``restarts`` how often the
-    scheduler has begun it again."""
-
-    state: JobState
-    reason: str = ""
-    exit_code: int | None = None
-    restarts: int = 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether nothing more comes."""
-        return self.state not in ("queued", "running")
-
-    def __str__(self) -> str:
-        code = f" (exit code {self.exit_code})" if self.exit_code else ""
-        again = f"; restarted {self.restarts} times" if self.restarts else ""
-        reason = f": {self.reason}" if self.reason else ""
-        return f"{self.state}{code}{reason}{again}"
 
 
 class SubmitLauncher(Launcher):
@@ -224,13 +150,16 @@ class SubmitLauncher(Launcher):
                     file.path.parent.mkdir(parents=True, exist_ok=True)
                     write_file(file.path, file.content.encode())
                     file.path.chmod(file.mode)
-                (plan.run_dir / FOLDER / CANCELLED).unlink(missing_ok=True)
+                for mark in (CANCELLED, PREEMPTED):
+                    (plan.run_dir / FOLDER / mark).unlink(missing_ok=True)
                 (plan.run_dir / OUTPUT).parent.mkdir(exist_ok=True)
             except OSError as error:
                 raise disk_error(error, "write", plan.run_dir, setting="hydra.run.dir") from error
             done = run_client(plan.command)
             if done.returncode:
                 raise self.explain_refusal(done.stderr.strip() or done.stdout.strip())
+            if done.stderr.strip():
+                print(f"note: {done.stderr.strip()}", file=sys.stderr)
         host = socket.gethostname()
         handle = JobHandle(self.name, self.read_id(done.stdout), str(plan.run_dir), host)
         try:
@@ -253,11 +182,30 @@ class SubmitLauncher(Launcher):
             return told
         if (handle.home / FOLDER / CANCELLED).exists():
             return replace(told, state="cancelled", reason="")
-        if told.exit_code in STOPPED:
-            reason = f"stopped by {STOPPED[told.exit_code]}; jobs resume goes on from its save"
+        if (handle.home / FOLDER / PREEMPTED).exists():
+            reason = "it has saved where it may; jobs resume goes on from there"
             return replace(told, state="preempted", reason=reason)
-        error = (result or {}).get("error")
-        return replace(told, reason=_in_words(error) or told.reason)
+        return self._find_cause(handle, told, (result or {}).get("error"))
+
+    def explain_output(self, text: str) -> str:
+        """The line of a failed job's output that tells why, where the run itself does not."""
+        lines = [line for line in text.splitlines() if line.startswith("error: ")]
+        return lines[0].removeprefix("error: ") if lines else ""
+
+    def _find_cause(
+        self, handle: JobHandle, told: JobStatus, error: Mapping[str, Any] | None
+    ) -> JobStatus:
+        """``told`` with the cause: of the rank that failed first, if one has told, of its run, or
+        of its output. A rank that was killed tells nothing, and ends the others by a signal."""
+        failures = read_failures(handle.home)
+        cause = root_cause(failures) if failures else None
+        if cause is not None and not (cause.interrupted or cause.collateral):
+            reason = f"{cause.sentence}; {cause.fix}" if cause.fix else cause.sentence
+            return replace(told, reason=reason, exit_code=cause.cause_exit_code)
+        if error and not failures and error.get("type") != Interrupted.__name__:
+            return replace(told, reason=_in_words(error))
+        reason = told.reason or self.explain_output(_read_tail(self.log_file(handle)))
+        return replace(told, reason=reason or _in_words(error))
 
     def result(self, handle: JobHandle) -> dict[str, Any] | None:
         """result.json of this submission; None where it has left none."""
@@ -345,6 +293,15 @@ class SubmitLauncher(Launcher):
             time.sleep(min(self.poll_s, left))
 
 
+def _read_tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def run_client(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """A scheduler's program, run to its end; its exit code is the caller's to read.
 
@@ -383,12 +340,12 @@ def _tell_by_result(handle: JobHandle, result: dict[str, Any] | None) -> JobStat
     error = result.get("error")
     if not error:
         return JobStatus("succeeded", exit_code=0)
-    if error.get("type") == "Interrupted":
+    if error.get("type") == Interrupted.__name__:
         return JobStatus("failed", exit_code=128 + int(error.get("facts", {}).get("signal", 2)))
-    return JobStatus("failed", _in_words(error))
+    return JobStatus("failed")
 
 
-def _in_words(error: dict[str, Any] | None) -> str:
+def _in_words(error: Mapping[str, Any] | None) -> str:
     if not error:
         return ""
     return "; ".join(filter(None, (str(error.get("message", "")), str(error.get("fix", "")))))

@@ -18,15 +18,9 @@ import cloudpickle
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.launchers.base import LaunchContext
+from torsh_trainer.launchers.job_folder import FOLDER, JOB, PREEMPTED, STATES, JobHandle, JobStatus
 from torsh_trainer.launchers.plan import JobRequest, PlannedFile, write_plan
-from torsh_trainer.launchers.submission import (
-    FOLDER,
-    JOB,
-    STATES,
-    JobHandle,
-    JobStatus,
-    SubmitLauncher,
-)
+from torsh_trainer.launchers.submission import SubmitLauncher
 from torsh_trainer.testing.environment import watch_outside
 
 HOSTILE = (
@@ -174,10 +168,12 @@ class SubmitLauncherContract:
             for told, state in (
                 ({"error": None}, "succeeded"),
                 ({"error": {"type": "ConfigError", "message": "odd"}}, "failed"),
-                ({"error": {"type": "Interrupted", "facts": {"signal": 15}}}, "preempted"),
+                ({"error": {"type": "Interrupted", "facts": {"signal": 15}}}, "failed"),
             ):
                 result.write_text(json.dumps(told))
                 assert self.launcher.status(forgotten).state == state
+            (request.run_dir / FOLDER / PREEMPTED).touch()  # the job's script knew who stopped it
+            assert self.launcher.status(forgotten).state == "preempted"
             os.utime(result, (0, 0))  # of an earlier run in this folder
             assert self.launcher.status(forgotten).state == "lost"
 

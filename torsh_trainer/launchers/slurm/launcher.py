@@ -8,18 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.launchers.job_folder import FOLDER, OUTPUT, JobHandle, JobStatus
 from torsh_trainer.launchers.plan import JobRequest, PlannedFile
 from torsh_trainer.launchers.slurm import options, told
 from torsh_trainer.launchers.slurm.script import write_script
-from torsh_trainer.launchers.submission import (
-    FOLDER,
-    OUTPUT,
-    JobHandle,
-    JobStatus,
-    SubmissionPlan,
-    SubmitLauncher,
-    run_client,
-)
+from torsh_trainer.launchers.submission import SubmissionPlan, SubmitLauncher, run_client
 
 _ID = re.compile(r"(\d+)(?:;\S+)?\s*$")
 
@@ -141,6 +134,9 @@ class SlurmLauncher(SubmitLauncher):
 
     def explain_refusal(self, said: str) -> ConfigError | ResourceError:
         return told.explain_refusal(said, self)
+
+    def explain_output(self, text: str) -> str:
+        return told.explain_tasks(text) or super().explain_output(text)
 
     def ask(self, handle: JobHandle) -> JobStatus | None:
         return told.ask(handle.id)

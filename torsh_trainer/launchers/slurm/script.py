@@ -5,21 +5,25 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from torsh_trainer.launchers.job_folder import CANCELLED, FOLDER, PREEMPTED
 from torsh_trainer.launchers.plan import JobRequest
-from torsh_trainer.launchers.submission import CANCELLED, FOLDER
 
 _UNSHARED = (
     "error: $(hostname) does not see $run and the folder of the command as they were when the job "
     "was submitted; put both on a disk that the nodes share"
 )
-_REQUEUE = """\
+_DECIDE = """\
 # 138: Slurm's warning (SIGUSR1) ahead of the time limit. 143: SIGTERM, of which Slurm says whether
 # it was a preemption; srun sends it too, to the tasks that are left when another has failed.
 job=$(scontrol show job "$SLURM_JOB_ID" --oneliner) || job=
 if [[ $job == *" JobState=RUNNING "* && ! -e $run/{folder}/{cancelled} ]] &&
     [[ $code == 138 || ( $code == 143 && $job == *" PreemptTime="[0-9]* ) ]]; then
+    touch "$run/{folder}/{preempted}"
+{requeue}fi
+exit $code
+"""
+_REQUEUE = """\
     scontrol requeue "$SLURM_JOB_ID" && sleep 300
-fi
 """
 
 
@@ -38,13 +42,25 @@ def write_script(request: JobRequest, *, srun: Sequence[str], python: str, reque
         f'    echo "{_UNSHARED}" >&2',
         "    exit 1",
         "fi",
+        f'rm -f "$run/{FOLDER}/{PREEMPTED}"',
+        # Places are Slurm's: what the shell of whoever submitted held would lead elsewhere.
+        "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR",
+        "if [[ ${SLURM_CPUS_PER_TASK:-} ]]; then",
+        '    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"',
+        "fi",
         "again=()",
         "if ((${SLURM_RESTART_COUNT:-0} > 0)); then again=(--again); fi",
         f"srun {shlex.join(srun)} \\",
         f'    {shlex.join([python, *request.arguments])} "${{again[@]}}"',
         "code=$?",
     ]
-    text = "\n".join(lines) + "\n"
-    if requeue:
-        text += _REQUEUE.format(folder=FOLDER, cancelled=CANCELLED)
-    return text + "exit $code\n"
+    return (
+        "\n".join(lines)
+        + "\n"
+        + _DECIDE.format(
+            folder=FOLDER,
+            cancelled=CANCELLED,
+            preempted=PREEMPTED,
+            requeue=_REQUEUE if requeue else "",
+        )
+    )

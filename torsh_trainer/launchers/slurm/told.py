@@ -6,7 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.launchers.submission import JobState, JobStatus, run_client
+from torsh_trainer.launchers.job_folder import JobState, JobStatus
+from torsh_trainer.launchers.submission import run_client
 
 if TYPE_CHECKING:
     from torsh_trainer.launchers.slurm.launcher import SlurmLauncher
@@ -77,6 +78,11 @@ _CONTROLLER = re.compile(
     re.I,
 )
 _GONE = re.compile(r"invalid job id", re.I)
+_TASK = re.compile(
+    r"^srun: error: (\S+): tasks? ([\d,-]+): (Killed|Out Of Memory|Aborted|Segmentation fault|"
+    r"Bus error|Exited with exit code (?!143|138)\d+)",
+    re.MULTILINE,
+)
 _SIGNAL_OF_NO_OUTPUT = 53
 
 
@@ -131,6 +137,15 @@ def explain_refusal(said: str, launcher: SlurmLauncher) -> ConfigError | Resourc
         f"Slurm refuses the job: {words}",
         fix="look at the knobs of the launcher; launcher.dry_run=true shows the command",
     )
+
+
+def explain_tasks(text: str) -> str:
+    """What srun says of the task that ended first in the output of a job; empty for nothing."""
+    found = _TASK.search(text)
+    if found is None:
+        return ""
+    host, task, how = found.groups()
+    return f"rank {task} on {host}: {how}"
 
 
 def _make_status(state: str, code: str, reason: str, restarts: int) -> JobStatus:
