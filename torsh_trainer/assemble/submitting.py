@@ -86,6 +86,7 @@ def take_result(launcher: SubmitLauncher, handle: JobHandle) -> dict[str, Any]:
     status = launcher.wait(handle)
     result = launcher.result(handle)
     if status.state == "succeeded" and result is not None:
+        print(f"succeeded: {launcher.name} job {handle.id}", flush=True)
         return result
     raise JobError(
         f"{launcher.name} job {handle.id} is {status}",

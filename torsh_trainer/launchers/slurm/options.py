@@ -107,9 +107,9 @@ def check_time(value: int | str | None, signal: str | None) -> None:
     found = _TIME.fullmatch(str(value))
     if found is None or isinstance(value, int):
         raise ConfigError(
-            f"launcher.time={value} has no unit: YAML reads 12:00:00 as 43200",
-            fix="write it in quotation marks with a colon or a dash: '12:00:00', '30:00' "
-            "(minutes), '1-0' (days)",
+            f"launcher.time={value} has no unit, and YAML reads 12:00:00 as 43200",
+            fix="write it with a colon or a dash, and in YAML in quotation marks: '12:00:00', "
+            "'30:00' (minutes), '1-0' (days)",
         )
     limit = _seconds(found)
     if limit is not None and warned is not None and limit <= int(warned[1]) + 60:
