@@ -194,6 +194,7 @@ def test_what_waits_for_ever_says_so_and_can_be_cancelled(slurm, door, home):
     refused = door(*TWO, "hydra.run.dir=run")
     assert refused.code == 2
     assert "run has a job already" in refused.err
+    assert not (home / "run" / "result.json").exists()
     assert refused.err.count("\n") == 1
     assert "is cancelled" in door("jobs", "cancel", "run").out
 

@@ -83,7 +83,12 @@ def take_result(launcher: SubmitLauncher, handle: JobHandle) -> dict[str, Any]:
     Raises:
         TrainingError: it has not succeeded; ``facts`` has the exit code.
     """
-    status = launcher.wait(handle)
+    try:
+        status = launcher.wait(handle)
+    except KeyboardInterrupt:
+        words = f"job {handle.id} goes on; jobs cancel {handle.run_dir} ends it"
+        print(words, file=sys.stderr)
+        raise
     result = launcher.result(handle)
     if status.state == "succeeded" and result is not None:
         print(f"succeeded: {launcher.name} job {handle.id}", flush=True)

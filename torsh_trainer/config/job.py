@@ -104,7 +104,7 @@ class HydraJob:
             refused = is_new and _is_refusal_in_own_folder(failure, run_dir)
             if refused and RunDir(run_dir).take_back():
                 _remove_empty(run_dir.parent)
-            else:
+            elif is_new or "unsent" not in failure.facts:  # else another job's result lies there
                 RunDir(run_dir).leave_error(failure, since=began)
             raise
 
