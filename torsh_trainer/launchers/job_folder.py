@@ -27,6 +27,9 @@ CANCELLED = "cancelled"
 PREEMPTED = "preempted"
 """There too: the job's script has seen that the scheduler, and nobody else, stopped the run."""
 
+BEGUN = "begun"
+"""There too: the job's script has run before, so that this attempt goes on from checkpoints."""
+
 OUTPUT = Path("logs", "job.out")
 _FAILURE = "failure-{}.json"
 

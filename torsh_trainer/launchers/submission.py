@@ -24,6 +24,7 @@ from torsh_trainer.errors import ConfigError, Interrupted, ResourceError
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.failures import root_cause
 from torsh_trainer.launchers.job_folder import (
+    BEGUN,
     CANCELLED,
     FOLDER,
     JOB,
@@ -150,7 +151,7 @@ class SubmitLauncher(Launcher):
                     file.path.parent.mkdir(parents=True, exist_ok=True)
                     write_file(file.path, file.content.encode())
                     file.path.chmod(file.mode)
-                for mark in (CANCELLED, PREEMPTED):
+                for mark in (CANCELLED, PREEMPTED, BEGUN):
                     (plan.run_dir / FOLDER / mark).unlink(missing_ok=True)
                 (plan.run_dir / OUTPUT).parent.mkdir(exist_ok=True)
             except OSError as error:

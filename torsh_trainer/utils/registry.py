@@ -231,6 +231,8 @@ LAUNCHERS = PluginKind(
     {
         "inline": "torsh_trainer.launchers.inline:Inline",
         "local": "torsh_trainer.launchers.local:Local",
+        "lsf": "torsh_trainer.launchers.lsf:LsfLauncher",
+        "pbs": "torsh_trainer.launchers.pbs:PbsLauncher",
         "slurm": "torsh_trainer.launchers.slurm.launcher:SlurmLauncher",
     },
     contract="torsh_trainer.launchers.base:Launcher",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.launchers.batch import options as batch
 from torsh_trainer.launchers.job_folder import FOLDER, OUTPUT, JobHandle, JobStatus
 from torsh_trainer.launchers.plan import JobRequest, PlannedFile
 from torsh_trainer.launchers.slurm import options, told
@@ -59,15 +60,15 @@ class SlurmLauncher(SubmitLauncher):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        options.check_count("nodes", self.nodes)
-        options.check_count("cpus_per_task", self.cpus_per_task)
+        batch.check_count("nodes", self.nodes)
+        batch.check_count("cpus_per_task", self.cpus_per_task)
         if self.ntasks_per_node != "auto":
-            options.check_count("ntasks_per_node", self.ntasks_per_node)
-        options.check_gpus(self.gpus_per_node)
-        options.check_memory(self.mem)
+            batch.check_count("ntasks_per_node", self.ntasks_per_node)
+        batch.check_gpus(self.gpus_per_node)
+        batch.check_memory(self.mem)
         options.check_time(self.time, self.signal)
         for name in ("partition", "account", "qos", "constraint", "job_name", "output", "python"):
-            options.check_text(name, getattr(self, name))
+            batch.check_text(name, getattr(self, name))
         options.check_output(self.output)
         options.check_container(self.container_image, self.container_mounts)
         options.check_further("sbatch_options", self.sbatch_options, options.OWNED_BY_SBATCH)
@@ -82,7 +83,7 @@ class SlurmLauncher(SubmitLauncher):
         """Processes on each node."""
         if self.ntasks_per_node != "auto":
             return int(self.ntasks_per_node)
-        return options.count_gpus(self.gpus_per_node) or 1
+        return batch.count_gpus(self.gpus_per_node) or 1
 
     # -- SubmitLauncher --------------------------------------------------------------------------
 

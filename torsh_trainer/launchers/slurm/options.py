@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torsh_trainer.errors import ConfigError
+from torsh_trainer.launchers.batch.options import check_long_options, check_text
 
 PASSED_ON = (
     *("gpus_per_node", "mem", "time", "partition", "account", "qos", "constraint", "signal"),
@@ -34,7 +34,6 @@ OWNED_BY_SBATCH: Mapping[str, str] = {
     "wait": "launcher.wait_for_end",
     "wrap": "",
     "array": "",
-    "het-group": "",
 }
 OWNED_BY_SRUN: Mapping[str, str] = {
     **_PLACES,
@@ -42,7 +41,6 @@ OWNED_BY_SRUN: Mapping[str, str] = {
     "container-image": "launcher.container_image",
     "container-mounts": "launcher.container_mounts",
     "container-workdir": "",
-    "het-group": "",
     "multi-prog": "",
     "pty": "",
 }
@@ -54,43 +52,8 @@ _WHY = {
 _WHOLE = {"gpus", "no-kill", "mem-bind"}
 """Options of Slurm's that are the beginning of another one's name, or look so."""
 
-_LONG = re.compile(r"--([a-z][a-z0-9-]*)(?:=(.*))?", re.DOTALL)
-_GPUS = re.compile(r"(?:[\w.-]+:)?([1-9]\d*)")
-_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 _SIGNAL = re.compile(r"USR1@([1-9]\d*)")
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|UNLIMITED)", re.I)
-
-
-def check_count(name: str, value: Any) -> None:
-    """Refuses what is no number of 1 or more, nor None."""
-    if value is not None and (isinstance(value, str) or value < 1):
-        raise ConfigError(
-            f"launcher.{name}={value} is no number of {name.split('_')[0]}", fix="give 1 or more"
-        )
-
-
-def check_gpus(value: int | str | None) -> None:
-    """Refuses what is neither a number nor TYPE:NUMBER."""
-    if value is not None and _GPUS.fullmatch(str(value)) is None:
-        raise ConfigError(
-            f"launcher.gpus_per_node={value} is neither a number nor TYPE:NUMBER",
-            fix="write 4 or a100:4, or null for none",
-        )
-
-
-def count_gpus(value: int | str | None) -> int:
-    """The number of ``launcher.gpus_per_node``; 0 for none."""
-    found = None if value is None else _GPUS.fullmatch(str(value))
-    return 0 if found is None else int(found[1])
-
-
-def check_memory(value: int | str | None) -> None:
-    """Refuses what Slurm would not read as memory of a node."""
-    if value is not None and _MEMORY.fullmatch(str(value)) is None:
-        raise ConfigError(
-            f"launcher.mem={value} is no amount of memory",
-            fix="write 32G (K, M, G or T); a bare number is MB, 0 all of the node's",
-        )
 
 
 def check_time(value: int | str | None, signal: str | None) -> None:
@@ -127,15 +90,6 @@ def _seconds(found: re.Match[str]) -> int | None:
     if "-" in found[0]:
         return ((days * 24 + of_days) * 60 + minutes) * 60 + seconds
     return (hours * 60 + first) * 60 + second
-
-
-def check_text(name: str, value: str | None) -> None:
-    """Refuses an empty text, and one with characters that no terminal shows."""
-    if value is not None and (not value or not value.isprintable()):
-        raise ConfigError(
-            f"launcher.{name}={value!r} is empty, or holds what cannot be printed",
-            fix="give a name, or null",
-        )
 
 
 def check_output(value: str | None) -> None:
@@ -181,20 +135,6 @@ def check_container(image: str | None, mounts: Sequence[str]) -> None:
 def check_further(knob: str, words: Sequence[str], owned: Mapping[str, str]) -> None:
     """Refuses further options that are no long ones, or that a knob sets."""
     for word in words:
-        found = _LONG.fullmatch(word)
-        if found is None or "\0" in word:
-            raise ConfigError(
-                f"launcher.{knob}: {word!r} is no long option",
-                fix="write each as one item, --NAME or --NAME=VALUE"
-                + ("; heterogeneous jobs (:) are not possible" if word == ":" else ""),
-            )
-        name = found[1]
-        if name.startswith(("het", "pack")):
-            name = "het-group"
-        same = [
-            one for one in owned if one == name or (one.startswith(name) and name not in _WHOLE)
-        ]
-        if same:
-            knob_of = owned[same[0]]
-            why = _WHY.get(same[0]) or (f"set {knob_of}" if knob_of else "leave it out")
-            raise ConfigError(f"launcher.{knob}: {word} is not yours to set here", fix=why)
+        if word.startswith(("--het", "--pack")):
+            raise ConfigError(f"launcher.{knob}: {word} is not possible", fix=_WHY["het-group"])
+    check_long_options(knob, words, owned, why=_WHY, whole=_WHOLE)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
+from torsh_trainer.launchers.batch.script import begin_script
 from torsh_trainer.launchers.job_folder import CANCELLED, FOLDER, PREEMPTED
 from torsh_trainer.launchers.plan import JobRequest
 
-_UNSHARED = (
-    "error: $(hostname) does not see $run and the folder of the command as they were when the job "
-    "was submitted; put both on a disk that the nodes share"
-)
 _DECIDE = """\
 # 138: Slurm's warning (SIGUSR1) ahead of the time limit. 143: SIGTERM, of which Slurm says whether
 # it was a preemption; srun sends it too, to the tasks that are left when another has failed.
@@ -30,26 +27,13 @@ _REQUEUE = """\
 def write_script(request: JobRequest, *, srun: Sequence[str], python: str, requeue: bool) -> str:
     """The script of ``request`` for bash; every value in it is quoted as one word.
 
-    ``srun`` are its options. A job that is begun again tells the run by ``--again``.
+    ``srun`` are its options.
     """
-    quote = shlex.quote
     lines = [
-        "#!/bin/bash",
-        "# Written by torsh_trainer; `python -m torsh_trainer jobs status` in this run's folder.",
-        "trap : TERM USR1  # the tasks save; what comes of it is decided below",
-        f"run={quote(str(request.run_dir))}",
-        f"if ! cd -- {quote(str(request.folder))} || ! [[ -r $run/{FOLDER}/run.yaml ]]; then",
-        f'    echo "{_UNSHARED}" >&2',
-        "    exit 1",
-        "fi",
-        f'rm -f "$run/{FOLDER}/{PREEMPTED}"',
-        # Places are Slurm's: what the shell of whoever submitted held would lead elsewhere.
-        "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR",
+        *begin_script(request),
         "if [[ ${SLURM_CPUS_PER_TASK:-} ]]; then",
         '    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}"',
         "fi",
-        "again=()",
-        "if ((${SLURM_RESTART_COUNT:-0} > 0)); then again=(--again); fi",
         f"srun {shlex.join(srun)} \\",
         f'    {shlex.join([python, *request.arguments])} "${{again[@]}}"',
         "code=$?",
