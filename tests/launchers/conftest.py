@@ -127,9 +127,7 @@ def slurm_cluster() -> Iterator[SlurmLab]:
             assert lab.poll() is None, (folder / "out").read_text()
             assert time.monotonic() < end, "Slurm does not come up: " + (folder / "out").read_text()
             time.sleep(0.1)
-        (child,) = subprocess.run(
-            ["pgrep", "-P", str(lab.pid)], capture_output=True, text=True, check=True
-        ).stdout.split()
+        (child,) = Path(f"/proc/{lab.pid}/task/{lab.pid}/children").read_text().split()
         _write_clients(folder, child)
         yield SlurmLab(folder, folder / "bin")
     finally:

@@ -124,6 +124,24 @@ def test_states_of_accounting_as_sacct_prints_them(text, status):
     assert told.read_accounting(text) == status
 
 
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            "slurmstepd: error: execve(): /no/such/python: No such file or directory",
+            "/no/such/python cannot be started: No such file or directory (launcher.python)",
+        ),
+        ("srun: error: lab2: task 3: Killed", "rank 3 on lab2: Killed"),
+        ("srun: error: lab2: task 3: Out Of Memory", "rank 3 on lab2: Out Of Memory"),
+        ("srun: error: lab2: tasks 3-4: Exited with exit code 143", ""),
+    ],
+)
+def test_the_output_tells_what_ended_first(line, cause):
+    after = "srun: error: lab1: task 0: Exited with exit code 9"
+    told_of = told.explain_tasks(f"step 1\n{line}\n{after if cause else ''}\n")
+    assert told_of == cause
+
+
 def test_a_state_that_nobody_knows_is_told_as_it_is():
     status = told.read_job("JobId=1 JobName=a JobState=NEW_ONE Reason=None ExitCode=0:0")
     assert status.state == "lost"
@@ -152,6 +170,11 @@ def test_a_state_that_nobody_knows_is_told_as_it_is():
             f"{FAILED} Unable to contact slurm controller (connect failure)",
             ResourceError,
             "sbatch does not reach Slurm",
+        ),
+        (
+            f"{FAILED} Job violates accounting/QOS policy (user's size and/or time limits)",
+            ConfigError,
+            "a limit of your account or qos refuses the job",
         ),
         ("sbatch: error: something new", ConfigError, "Slurm refuses the job: something new"),
     ],

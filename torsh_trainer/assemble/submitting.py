@@ -61,6 +61,7 @@ def hand_over(order: RunRequest, launcher: Launcher, env: Mapping[str, str]) -> 
         _check_folder(order)
         request = make_request(order)
         _check_run(order, launcher)
+        _note_unsaved(order.config)
         handle = launcher.submit(launcher.plan(request))
     except TorshError as error:
         error.facts["unsent"] = True
@@ -330,6 +331,16 @@ def _check_run(order: RunRequest, launcher: SubmitLauncher) -> None:
         if not launcher.elsewhere:
             raise
         print(f"note: not checked here, the job runs elsewhere: {error}", file=sys.stderr)
+
+
+def _note_unsaved(config: Mapping[str, Any]) -> None:
+    node = config.get("checkpoint") or {}
+    if not any(node.get(name) for name in ("at_end", "every_steps", "every_epochs")):
+        print(
+            "note: this run saves nothing, so that a job that is begun again starts anew "
+            "(checkpoint.at_end, checkpoint.every_steps)",
+            file=sys.stderr,
+        )
 
 
 class SubmittedJob:

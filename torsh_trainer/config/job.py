@@ -83,8 +83,8 @@ class HydraJob:
 
     def _lead(self, config: DictConfig, run_dir: Path) -> dict[str, Any]:
         """Runs as the process that speaks for the job."""
-        settings = plain(config)
         try:
+            settings = plain(config)
             self._check_task(settings)
             RunDir.check(run_dir)
             check_free(RunDir(run_dir).checkpoints)

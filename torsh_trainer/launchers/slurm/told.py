@@ -78,6 +78,7 @@ _CONTROLLER = re.compile(
     re.I,
 )
 _GONE = re.compile(r"invalid job id", re.I)
+_START = re.compile(r"error: execve\(\): (.*): (.*)$", re.MULTILINE)
 _TASK = re.compile(
     r"^srun: error: (\S+): tasks? ([\d,-]+): (Killed|Out Of Memory|Aborted|Segmentation fault|"
     r"Bus error|Exited with exit code (?!143|138)\d+)",
@@ -129,6 +130,12 @@ def explain_refusal(said: str, launcher: SlurmLauncher) -> ConfigError | Resourc
         return ResourceError(
             f"sbatch does not reach Slurm: {words}", fix="submit from a login node of the cluster"
         )
+    if "policy" in words:
+        return ConfigError(
+            f"a limit of your account or qos refuses the job: {words}",
+            fix="ask for less (launcher.nodes, launcher.time), or wait until others have ended; "
+            "sacctmgr show associations user=$USER shows limits",
+        )
     for pattern, knob, fix in _REFUSALS:
         if re.search(pattern, words, re.I):
             value = getattr(launcher, knob)
@@ -141,6 +148,9 @@ def explain_refusal(said: str, launcher: SlurmLauncher) -> ConfigError | Resourc
 
 def explain_tasks(text: str) -> str:
     """What srun says of the task that ended first in the output of a job; empty for nothing."""
+    found = _START.search(text)
+    if found is not None:
+        return f"{found[1]} cannot be started: {found[2]} (launcher.python)"
     found = _TASK.search(text)
     if found is None:
         return ""
