@@ -80,6 +80,19 @@ def verify(argv: Sequence[str]) -> int:
     )
 
 
+def jobs(argv: Sequence[str]) -> int:
+    """The verb ``jobs``: runs that were submitted."""
+    # Imported late, as all verbs are.
+    from torsh_trainer.assemble.jobs import main as told
+
+    def in_words(error: Exception) -> TorshError:
+        from torsh_trainer.config.wording import as_failure  # Hydra, where something has failed
+
+        return as_failure(error)
+
+    return told(argv, in_words=in_words)
+
+
 def report(argv: Sequence[str]) -> int:
     """The verb ``report RUN...``."""
     # Imported late, as all verbs are.
@@ -171,7 +184,8 @@ def _train(line: command_line.CommandLine) -> int:
     from torsh_trainer import assemble
     from torsh_trainer.config import training
 
-    return training.train(line, roots, run=assemble.run, env=dict(os.environ))
+    wait = assemble.wait_for_result
+    return training.train(line, roots, run=assemble.run, wait=wait, env=dict(os.environ))
 
 
 def _refuse_a_misspelt_verb(line: command_line.CommandLine) -> None:

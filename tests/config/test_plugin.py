@@ -39,12 +39,13 @@ class TestExampleInManyMessages(StrategyContract):
 """
 OTHERS = """
 from torsh_example.checkpointer import Latest
+from torsh_example.detached import Detached
 from torsh_example.environment import Site
 from torsh_example.launcher import Wrapped, WrappedTransport
 from torsh_example.translator import AcmeTranslator
 from torsh_trainer.testing import (
-    CheckpointerContract, EnvironmentContract, LauncherContract, TranslatorContract,
-    TransportContract,
+    CheckpointerContract, EnvironmentContract, LauncherContract, SubmitLauncherContract,
+    TranslatorContract, TransportContract,
 )
 from torsh_trainer.testing.translator import Sample
 from torsh_trainer.environments.world import Rendezvous, World
@@ -63,6 +64,10 @@ class TestSite(EnvironmentContract):
 
 class TestWrapped(LauncherContract):
     launcher = Wrapped(num_processes=2)
+
+
+class TestDetached(SubmitLauncherContract):
+    launcher = Detached()
 
 
 class TestWrappedTransport(TransportContract):

@@ -39,7 +39,7 @@ class Recorder:
 
 def train(*args: str, run: Any, env: dict[str, str] | None = None) -> int:
     line = command_line.parse(args)
-    return training.train(line, find_roots(line.config_dir), run=run, env=env or {})
+    return training.train(line, find_roots(line.config_dir), run=run, wait=dict, env=env or {})
 
 
 def test_a_run_trains_and_keeps_what_it_was_made_of(door, home):

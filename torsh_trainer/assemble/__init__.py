@@ -93,7 +93,9 @@ def run(
 ) -> dict[str, Any]:
     """Runs a resolved configuration in the processes that its launcher starts.
 
-    Returns the content of result.json. ``run_dir`` None leaves its name to rank 0.
+    Returns the content of result.json; of a run that was submitted, its handle under ``job``; of
+    one that is only planned (``launcher.dry_run``), nothing. ``run_dir`` None leaves its name to
+    rank 0.
 
     Raises:
         TorshError: see errors.py.
@@ -101,7 +103,26 @@ def run(
     order = RunRequest(
         config, run_dir, tuple(command), tuple(import_paths), said or {}, written or {}
     )
+    _check_names(config)
+    launcher = launcher_of(config)
+    if launcher.submits or launcher.dry_run:
+        # Imported late: a run in processes of its own needs none of it.
+        from torsh_trainer.assemble import submitting
+
+        todo = submitting.show_plan if launcher.dry_run else submitting.hand_over
+        return todo(order, launcher, env)
     return launch(work, order, env)
+
+
+def wait_for_result(run_dir: Path) -> dict[str, Any]:
+    """The content of result.json, once the job that was submitted from ``run_dir`` has ended.
+
+    Raises:
+        TrainingError: it has not succeeded.
+    """
+    from torsh_trainer.assemble import submitting  # see run
+
+    return submitting.wait_for_result(run_dir)
 
 
 def launch(
@@ -183,8 +204,10 @@ def launcher_of(config: Mapping[str, Any]) -> Launcher:
     return Local() if node is None else plan(node, key="launcher").build()
 
 
-def plan_run(order: RunRequest) -> RunSpec:
+def plan_run(order: RunRequest, *, task: Task | None = None) -> RunSpec:
     """The run that a resolved configuration describes; everything is checked before it is made.
+
+    ``task`` takes the place of the one that is described, which is checked and not made then.
 
     Raises:
         ConfigError: names the dotted key, and the nearest names where one is mistyped.
@@ -200,7 +223,7 @@ def plan_run(order: RunRequest) -> RunSpec:
             fix = f"{name} is a group of its own: {name}=NAME"
             raise ConfigError(f"unknown knob trainer.{name}", fix=fix)
     source, loading = plan_data(config)
-    task = _PlannedTask.of(config, source)
+    planned = _PlannedTask.of(config, source)
     if not isinstance(config["log_level"], str):
         fit_value(
             config["log_level"],
@@ -214,14 +237,14 @@ def plan_run(order: RunRequest) -> RunSpec:
         "callbacks": [
             *_plan_enabled(config, "callbacks"),
             *_plan_enabled(config, "logger"),
-            *_looking_at_objective(knobs, task),
+            *_looking_at_objective(knobs, planned),
         ],
         "run_dir": order.run_dir,
         "config": order.written or mask_tree(config),
         "command": order.command,
         "log_level": config["log_level"],
     }
-    given = {**dict.fromkeys(NO_KNOBS), **given, "task": task}
+    given = {**dict.fromkeys(NO_KNOBS), **given, "task": task or planned}
     spec: RunSpec = plan_call(RunSpec, knobs, key="trainer", given=given).build()
     return spec
 

@@ -13,6 +13,7 @@ WIDTH = 100
 USAGE = """\
 Train a model:     python -m torsh_trainer +recipe=NAME [OVERRIDE ...]
 Sweep:             python -m torsh_trainer -m +recipe=NAME strategy=ddp,fsdp optimizer.lr=1e-2,1e-3
+Submit it:         python -m torsh_trainer +recipe=NAME launcher=slurm; then: jobs list
 Repeat a run:      python -m torsh_trainer rerun RUN_DIRECTORY [OVERRIDE ...]
 """
 KNOBS = (

@@ -21,7 +21,7 @@ from torsh_trainer.config import asking, interrupts, sweep, tracebacks
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.wording import as_failure, plain
 from torsh_trainer.config.written import as_written
-from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
+from torsh_trainer.errors import ConfigError, Interrupted, TorshError
 from torsh_trainer.rundir import RunDir
 from torsh_trainer.utils.masking import mask_override, mask_tree
 from torsh_trainer.utils.registry import GROUPS, SETTINGS
@@ -83,14 +83,17 @@ class HydraJob:
 
     def _lead(self, config: DictConfig, run_dir: Path) -> dict[str, Any]:
         """Runs as the process that speaks for the job."""
-        settings = plain(config)
         try:
+            settings = plain(config)
             self._check_task(settings)
             RunDir.check(run_dir)
             check_free(RunDir(run_dir).checkpoints)
         except TorshError:
             _remove_empty(run_dir)
             raise
+        if is_dry_run(settings):
+            _remove_empty(run_dir)
+            return self._run(settings, run_dir, _overrides(), {}, as_written(config, settings))
         began, is_new = time.time(), not any(run_dir.glob("*"))
         try:
             _keep_composition(config, run_dir / HYDRA_FOLDER)
@@ -101,8 +104,8 @@ class HydraJob:
             refused = is_new and _is_refusal_in_own_folder(failure, run_dir)
             if refused and RunDir(run_dir).take_back():
                 _remove_empty(run_dir.parent)
-            else:
-                _leave_result(failure, run_dir, since=began)
+            elif is_new or "unsent" not in failure.facts:  # else another job's result lies there
+                RunDir(run_dir).leave_error(failure, since=began)
             raise
 
     def _answer_others(self, config: DictConfig) -> dict[str, Any]:
@@ -149,12 +152,22 @@ class HydraJob:
         print(f"job {hydra.job.num}: {' '.join(own)}", file=sys.stderr)
         found = environments.detect(os.environ)
         if found is not None and found.rank > 0:
-            return objective(plain(config), self.follow(config))
+            return sweep.objective(plain(config), self.follow(config))
         began = time.perf_counter()
         record = sweep.JobRecord(number=hydra.job.num, overrides=own, run_dir=str(run_dir))
         try:
             settings = plain(config)
-            value = objective(settings, self._lead(config, run_dir))
+            awaited = sweep.is_awaited(settings.get("launcher"), hydra.sweeper)
+            if awaited:  # together, once all have been submitted
+                OmegaConf.update(config, "launcher.wait_for_end", False)
+            content = self._lead(config, run_dir)
+            if is_dry_run(settings):
+                return None
+            if "job" in content:
+                number = content["job"]["id"]
+                record.with_job(number, settings["trainer"], awaited=awaited).write()
+                return None
+            value = sweep.objective(settings, content)
         except Interrupted as error:
             print(f"job {hydra.job.num}: {error}", file=sys.stderr)
             if interrupts.side_by_side(hydra.launcher):
@@ -185,20 +198,10 @@ def _is_a_project(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("pyproject.toml", "setup.py", "setup.cfg"))
 
 
-def objective(settings: Mapping[str, Any], content: Mapping[str, Any]) -> float | None:
-    """The number that a sweep looks at: ``trainer.objective`` of a run's result.json.
-
-    Raises:
-        ConfigError: the run has no metric of that name.
-    """
-    name = settings["trainer"]["objective"]
-    value = content["train_loss"] if name is None else content["metrics"].get(name)
-    if value is None and name is not None:
-        raise ConfigError(
-            f"trainer.objective={name}: the run has no such metric",
-            fix=nearest(name, content["metrics"]) or "it evaluated nothing: see trainer.eval_every",
-        )
-    return None if value is None else float(value)
+def is_dry_run(settings: Mapping[str, Any]) -> bool:
+    """Whether the launcher is to say what it would do, so that nothing is written for the run."""
+    node = settings.get("launcher")
+    return isinstance(node, Mapping) and node.get("dry_run") is True
 
 
 def _failure(error: Exception, config: DictConfig) -> TorshError:
@@ -215,13 +218,15 @@ def _is_refusal_in_own_folder(failure: TorshError, run_dir: Path) -> bool:
     """Whether the user's input was at fault, in a folder that nobody looks for.
 
     One that the command line names, or that belongs to a sweep, is where a program reads the error.
+    A run that a scheduler did not get has not begun, whoever is at fault.
     """
     hydra = HydraConfig.get()
     named = any(bare_key(text) == "hydra.run.dir" for text in hydra.overrides.hydra)
     code = getattr(failure, "cause_exit_code", failure.exit_code)
     said = run_dir.name in str(failure)
-    alone = hydra.mode is RunMode.RUN and not named and not said
-    return bool(alone and code == ConfigError.exit_code)
+    alone = hydra.mode is RunMode.RUN and not (named or said)
+    unsent = hydra.mode is RunMode.RUN and "unsent" in failure.facts
+    return bool(unsent or (alone and code == ConfigError.exit_code))
 
 
 def _remove_empty(run_dir: Path) -> None:
@@ -248,12 +253,3 @@ def _keep_composition(config: DictConfig, folder: Path) -> None:
 def _overrides() -> list[str]:
     """Those of this job as they were typed: iterating would resolve ``${oc.env:NAME}`` in them."""
     return [str(text) for text in OmegaConf.to_container(HydraConfig.get().overrides.task) or []]
-
-
-def _leave_result(error: TorshError, run_dir: Path, *, since: float) -> None:
-    """result.json with the error, of a run that failed before it could write one."""
-    result = run_dir / "result.json"
-    if result.exists() and result.stat().st_mtime >= since:
-        return
-    with contextlib.suppress(TorshError):  # the first error is the one to tell
-        RunDir.create(run_dir).write_error(error)

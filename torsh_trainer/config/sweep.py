@@ -12,8 +12,9 @@ import json
 import logging
 import math
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,12 +23,13 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from torsh_trainer.errors import ConfigError, TorshError
+from torsh_trainer.errors import ConfigError, TorshError, nearest
 from torsh_trainer.utils.files import write_file
 from torsh_trainer.utils.masking import mask_override, mask_text, mask_tree
 
 RECORD = Path(".hydra", "job.json")
 TABLE = "sweep.csv"
+COMPOSITION = "multirun.yaml"
 
 Mode = Literal["min", "max"]
 
@@ -45,6 +47,20 @@ class JobRecord:
     error: str | None = None
     exit_code: int = 0
     wall_s: float = 0.0
+    job: str | None = None
+    """The scheduler's number, of a job that was submitted and has not been waited for."""
+    awaited: bool = False
+    """Whether the sweep waits for it, once all of its jobs have been submitted."""
+
+    @property
+    def status(self) -> str:
+        """In one word."""
+        return "failed" if self.error else "done" if self.job is None else "submitted"
+
+    def with_job(self, job: str, trainer: Mapping[str, Any], *, awaited: bool) -> JobRecord:
+        """This job as it was submitted; ``trainer`` are the knobs that name the objective."""
+        names = {"objective_name": trainer["objective"], "mode": trainer["objective_mode"]}
+        return replace(self, job=job, awaited=awaited, **names)
 
     def with_result(
         self, objective: float | None, trainer: Mapping[str, Any], *, wall_s: float
@@ -52,6 +68,7 @@ class JobRecord:
         """This job as it ended well; ``trainer`` are the knobs that name the objective."""
         return replace(
             self,
+            job=None,
             objective=objective,
             objective_name=trainer["objective"],
             mode=trainer["objective_mode"],
@@ -62,7 +79,7 @@ class JobRecord:
         """This job as it failed."""
         code = getattr(error, "cause_exit_code", error.exit_code)
         words = mask_text(str(error))
-        return replace(self, error=words, exit_code=code, wall_s=wall_s)
+        return replace(self, job=None, error=words, exit_code=code, wall_s=wall_s)
 
     def write(self) -> None:
         """Tells the process that started the sweep."""
@@ -75,10 +92,15 @@ class SweepCallback(Callback):
     """Remembers where the sweep of this process lies, which Hydra tells its callbacks alone."""
 
     folders: ClassVar[list[Path]] = []
+    compositions: ClassVar[dict[Path, bytes | None]] = {}
+    """multirun.yaml as it lay in these folders before: None where there was none."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """See ``hydra.experimental.Callback``."""
-        SweepCallback.folders.append(Path(config.hydra.sweep.dir))
+        folder = Path(config.hydra.sweep.dir)
+        SweepCallback.folders.append(folder)
+        path = folder / COMPOSITION
+        SweepCallback.compositions[folder] = path.read_bytes() if path.is_file() else None
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         """See ``hydra.experimental.Callback``; by now a sweeper has written what it sweeps over."""
@@ -88,7 +110,7 @@ class SweepCallback(Callback):
 
 def mask_composition(folder: Path) -> None:
     """Takes the secrets out of ``multirun.yaml``, which Hydra writes into the folder of a sweep."""
-    path = folder / "multirun.yaml"
+    path = folder / COMPOSITION
     if path.is_file():
         content = OmegaConf.to_container(OmegaConf.load(path))
         shown = mask_tree(content, text=mask_override)
@@ -120,11 +142,88 @@ def report_sweep(mode: Mode | None = None) -> Iterator[SweepOutcome]:
             folder = SweepCallback.folders[-1]
             write_csv(rank_jobs(records, mode), folder / TABLE)
             print_table(rank_jobs(records, mode), folder)
+        elif failure is None:
+            _forget_compositions()
         SweepCallback.folders.clear()
+        SweepCallback.compositions.clear()
         outcome.exit_code = next((record.exit_code for record in records if record.error), 0)
     # A sweeper that is left without any result gives up in words of its own.
     if failure is not None and not (records and all(record.error for record in records)):
         raise failure
+
+
+def _forget_compositions() -> None:
+    """Puts multirun.yaml back as it was: jobs that were only planned leave nothing."""
+    for folder, before in SweepCallback.compositions.items():
+        with contextlib.suppress(OSError):
+            if before is not None:
+                write_file(folder / COMPOSITION, before)
+                continue
+            (folder / COMPOSITION).unlink()
+            for empty in (folder, *folder.parents):
+                if empty == Path.cwd():
+                    break
+                empty.rmdir()
+
+
+WaitFunction = Callable[[Path], Mapping[str, Any]]
+"""Waits for the job of a run's folder; returns the content of result.json."""
+
+
+def is_awaited(launcher: Mapping[str, Any] | None, sweeper: DictConfig) -> bool:
+    """Whether jobs that ``launcher`` submits are waited for at the end of the sweep, all at once.
+
+    Raises:
+        ConfigError: the sweeper chooses by results, and the launcher does not wait for them.
+    """
+    asks = "BasicSweeper" not in str(sweeper.get("_target_"))
+    knobs = launcher or {}
+    if asks and not knobs.get("dry_run") and knobs.get("wait_for_end") is False:
+        raise ConfigError(
+            "this sweeper chooses by what jobs came to, and launcher.wait_for_end=false tells it "
+            "nothing",
+            fix="set launcher.wait_for_end=true",
+        )
+    return not asks and knobs.get("wait_for_end") is True
+
+
+def wait_for_jobs(*, since: float, wait: WaitFunction, in_words: InWords) -> None:
+    """Waits for the jobs of this process's sweeps that were submitted, and writes what they came
+    to."""
+    for folder in SweepCallback.folders:
+        for record in read(folder, since=since):
+            if not record.awaited or record.job is None:
+                continue
+            began = time.time()
+            try:
+                content = wait(Path(record.run_dir))
+                names = {"objective": record.objective_name, "objective_mode": record.mode}
+                value = objective({"trainer": names}, content)
+                done = record.with_result(value, names, wall_s=content["wall_s"] or 0.0)
+            except Exception as error:  # noqa: BLE001 - told in the table
+                done = record.with_error(in_words(error), wall_s=time.time() - began)
+                print(f"job {record.number} failed: {done.error}", file=sys.stderr)
+            done.write()
+
+
+InWords = Callable[[Exception], TorshError]
+"""Any failure as one that speaks to the user."""
+
+
+def objective(settings: Mapping[str, Any], content: Mapping[str, Any]) -> float | None:
+    """The number that a sweep looks at: ``trainer.objective`` of a run's result.json.
+
+    Raises:
+        ConfigError: the run has no metric of that name.
+    """
+    name = settings["trainer"]["objective"]
+    value = content["train_loss"] if name is None else content["metrics"].get(name)
+    if value is None and name is not None:
+        raise ConfigError(
+            f"trainer.objective={name}: the run has no such metric",
+            fix=nearest(name, content["metrics"]) or "it evaluated nothing: see trainer.eval_every",
+        )
+    return None if value is None else float(value)
 
 
 def read(folder: Path, *, since: float = 0.0) -> list[JobRecord]:
@@ -164,7 +263,7 @@ def write_csv(records: Sequence[JobRecord], path: Path) -> None:
                 [
                     record.number,
                     "" if record.objective is None else record.objective,
-                    "failed" if record.error else "done",
+                    record.status,
                     *(values.get(key, "") for key in keys),
                     f"{record.wall_s:.3f}",
                     record.run_dir,
@@ -186,7 +285,8 @@ def print_table(records: Sequence[JobRecord], folder: Path) -> None:
     table.add_column("time", justify="right")
     for record in records:
         values = assignments(record)
-        shown = "failed" if record.error else _number(record.objective)
+        shown = _number(record.objective) if record.status == "done" else record.status
+        shown += f" {record.job}" if record.job else ""
         cells = [_shorten_number(values.get(key, "")) for key in keys]
         table.add_row(
             str(record.number),

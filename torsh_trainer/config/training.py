@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,13 +17,23 @@ from torsh_trainer.config.interrupts import jobs_save_first
 from torsh_trainer.config.job import HydraJob, RunFunction
 from torsh_trainer.config.overrides import bare_key, parse_override
 from torsh_trainer.config.roots import Roots
+from torsh_trainer.config.wording import as_failure
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.rundir.output import outliving_stdout
 from torsh_trainer.utils.signals import ends_with_its_run
 
 
-def train(line: CommandLine, roots: Roots, *, run: RunFunction, env: Mapping[str, str]) -> int:
+def train(
+    line: CommandLine,
+    roots: Roots,
+    *,
+    run: RunFunction,
+    wait: sweep.WaitFunction,
+    env: Mapping[str, str],
+) -> int:
     """Trains or sweeps as ``line`` says; returns the exit code.
+
+    ``wait`` waits for a job that a sweep has submitted.
 
     Of the processes that a cluster has started, only the one that speaks for the job makes
     directories; every other composes and trains.
@@ -52,7 +63,7 @@ def train(line: CommandLine, roots: Roots, *, run: RunFunction, env: Mapping[str
             config_dir=line.config_dir and str(Path(line.config_dir).absolute()),
         )
         if line.multirun:
-            return _sweep(app, job)
+            return _sweep(app, job, wait)
         if found is not None and found.rank > 0:
             job.follow(compose(CONFIG, app.overrides))
             return 0
@@ -62,7 +73,8 @@ def train(line: CommandLine, roots: Roots, *, run: RunFunction, env: Mapping[str
         return 0
 
 
-def _sweep(app: App, job: HydraJob) -> int:
+def _sweep(app: App, job: HydraJob, wait: sweep.WaitFunction) -> int:
+    began = time.time()
     overrides = [*app.overrides, "hydra.mode=MULTIRUN"]
     config = app.hydra.compose_config(CONFIG, overrides, RunMode.MULTIRUN)
     given = any(bare_key(text) == "hydra.sweeper.direction" for text in overrides)
@@ -77,4 +89,5 @@ def _sweep(app: App, job: HydraJob) -> int:
         jobs_save_first(launcher),
     ):
         app.hydra.multirun(CONFIG, job, overrides)
+        sweep.wait_for_jobs(since=began, wait=wait, in_words=as_failure)
     return outcome.exit_code

@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 from torsh_trainer import environments
 from torsh_trainer.environments.world import ALONE, World
+from torsh_trainer.errors import ConfigError
+from torsh_trainer.launchers.plan import JobRequest, LaunchPlan
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,15 @@ class LaunchContext:
 
 
 class Launcher(abc.ABC):
-    """Starts the processes of a job; subclasses are frozen dataclasses of knobs."""
+    """Starts the processes of a job; subclasses are frozen dataclasses of knobs.
+
+    ``submits`` says that it hands the run to a scheduler and returns (``SubmitLauncher``).
+    ``dry_run`` is a knob of those that plan: what ``plan_launch`` gives is printed, and no more.
+    """
 
     name: ClassVar[str]
+    submits: ClassVar[bool] = False
+    dry_run: bool = False
 
     @abc.abstractmethod
     def launch(self, entry: Callable[..., Any], *args: Any, context: LaunchContext) -> Any:
@@ -42,6 +50,14 @@ class Launcher(abc.ABC):
             WorkerError: a worker raised, was killed or did not start; all others are stopped.
             Interrupted: a signal asked the job to stop; all workers are stopped.
         """
+
+    def plan_launch(self, request: JobRequest, *, context: LaunchContext) -> LaunchPlan:
+        """What would be written and run for ``request``; looks at nothing, and changes nothing.
+
+        Raises:
+            ConfigError: this launcher has no plan, or its knobs contradict each other.
+        """
+        raise ConfigError(f"launcher={self.name} plans nothing", fix="leave launcher.dry_run=false")
 
     def size(self, context: LaunchContext) -> int:
         """How many processes the job will have; nothing is started."""

@@ -200,6 +200,14 @@ class RunDir:
         """
         self.write_result({**(result or {}), "error": _as_json(error)})
 
+    def leave_error(self, error: BaseException, *, since: float) -> None:
+        """``write_error``, where nothing was written after the time ``since``; never raises."""
+        result = self.path / "result.json"
+        if result.exists() and result.stat().st_mtime >= since:
+            return
+        with contextlib.suppress(TorshError):  # the first error is the one to tell
+            RunDir.create(self.path).write_error(error)
+
     @contextlib.contextmanager
     def logging(self, world: World, level: str) -> Iterator[None]:
         """Within the block, this rank logs as ``setup_logging`` says, and outlives its stdout."""

@@ -58,7 +58,7 @@ class EnvironmentContract:
         env = dict(self.samples[sample][0])
         before = dict(env)
         first = self.environment.world(env)  # imports what it needs
-        with _watch_outside() as seen:
+        with watch_outside() as seen:
             second = self.environment.world(env)
         assert seen == [], "it looked outside"
         assert first == second
@@ -120,7 +120,7 @@ _watching: list[list[str]] = []
 
 
 @contextmanager
-def _watch_outside() -> Iterator[list[str]]:
+def watch_outside() -> Iterator[list[str]]:
     """What is touched outside of this process meanwhile, as Python's own audit events."""
     _install()
     seen: list[str] = []

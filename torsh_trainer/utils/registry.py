@@ -231,6 +231,9 @@ LAUNCHERS = PluginKind(
     {
         "inline": "torsh_trainer.launchers.inline:Inline",
         "local": "torsh_trainer.launchers.local:Local",
+        "lsf": "torsh_trainer.launchers.lsf:LsfLauncher",
+        "pbs": "torsh_trainer.launchers.pbs:PbsLauncher",
+        "slurm": "torsh_trainer.launchers.slurm.launcher:SlurmLauncher",
     },
     contract="torsh_trainer.launchers.base:Launcher",
 )
@@ -374,6 +377,7 @@ VERBS = PluginKind(
         "comm": "torsh_trainer.bench.command:main",
         "doctor": "torsh_trainer.doctor.command:main",
         "drop-in": "torsh_trainer.dropin.command:main",
+        "jobs": "torsh_trainer.__main__:jobs",
         "rerun": "torsh_trainer.__main__:rerun",
         "report": "torsh_trainer.__main__:report",
         "verify": "torsh_trainer.__main__:verify",
