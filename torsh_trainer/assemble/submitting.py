@@ -39,6 +39,8 @@ _HEADER = "# What the job runs; written when it was submitted.\n"
 def show_plan(order: RunRequest, launcher: Launcher, env: Mapping[str, str]) -> dict[str, Any]:
     """Prints what ``launcher`` would write and run for ``order``, and does nothing of it."""
     context = LaunchContext(env=env, found=environments.detect(env))
+    if order.run_dir is None:  # another process of a cluster's leads, and shows it
+        return {}
     text = write_plan(launcher.plan_launch(make_request(order), context=context))
     print(escape_controls(text) if sys.stdout.isatty() else text, end="")
     return {}
