@@ -204,9 +204,9 @@ class TestInstalled:
 
     def test_every_kind_lists_it_beside_ours(self, environment, run_command, tmp_path):
         script = (
-            "from torsh_trainer.utils import registry; print(*sorted(kind.group.partition('.')[2] "
+            "from torsh_trainer.utils import registry; print(*sorted({kind.group.partition('.')[2] "
             "for kind in registry.KINDS for one in kind.registrations().values() "
-            "if one.distribution == 'torsh-example'))"
+            "if one.distribution == 'torsh-example'}))"
         )
         answer = run_command([environment, "-c", script], cwd=tmp_path)
         kinds = sorted(kind.group.partition(".")[2] for kind in registry.KINDS)

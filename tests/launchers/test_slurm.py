@@ -267,15 +267,26 @@ def test_a_secret_travels_as_the_variable_that_holds_it(slurm, door, home, monke
 def test_the_time_limit_is_warned_of_and_the_run_goes_on_bit_for_bit(
     slurm, door, home, local_losses
 ):
+    (home / "warned.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom torsh_trainer import Callback\n\n\n"
+        "class Warned(Callback):\n"
+        "    def on_start(self, info):\n"
+        "        self.reading, writing = os.pipe()\n"
+        "        os.set_blocking(writing, False)\n"
+        "        signal.set_wakeup_fd(writing)  # a byte for each signal\n\n"
+        "    def on_step(self, report):\n"
+        "        mark = Path(f'warned-{os.environ[\"SLURM_PROCID\"]}')\n"
+        "        if report.step == 5 and not mark.exists():\n"
+        "            os.read(self.reading, 1)\n"
+        "            mark.touch()\n"
+    )
+    warned = "+callbacks.warned={_target_: warned.Warned}"
+    words = (warned, "launcher.time='2:30'", "launcher.signal=USR1@60", "hydra.run.dir=run")
+    assert door(*TWO, *words).code == 0
     folder = home / "run"
-    words = ("launcher.time='2:01'", "launcher.signal=USR1@60", "hydra.run.dir=run")
-    assert door(*TWO, HELD, *words).code == 0
-    wait_for(home / "held")
-    first = number(folder)
-    slurm.run("scancel", "--signal=USR1", first)
-    (home / "go").touch()
-    slurm.wait_until(first, "Restarts=1")
     assert door("jobs", "wait", "run").code == 0, (folder / "logs" / "job.out").read_text()
+    assert only(door("jobs", "status", "run", "--json").out)["restarts"] == 1
+    assert "stopped by SIGUSR1 after step 5" in (folder / "logs" / "job.out").read_text()
     assert losses(folder) == local_losses
 
 

@@ -14,12 +14,11 @@ from typing import Any
 
 from torsh_trainer import environments
 from torsh_trainer.assemble import launch, work
+from torsh_trainer.assemble.handover import AGAIN, order_within
 from torsh_trainer.assemble.submitting import (
-    AGAIN,
     SubmittedJob,
     exit_code_of,
     find_job,
-    order_within,
     submit_again,
 )
 from torsh_trainer.errors import ConfigError, TorshError, nearest

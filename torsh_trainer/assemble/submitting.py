@@ -1,44 +1,39 @@
-"""A resolved configuration, handed over to a scheduler; and taken up again within the job.
-
-What the job runs lies in the run's folder as plain values: the job composes nothing. A value that
-an environment variable gave is written as the reference that it was, and asked for again there.
-"""
+"""A run is submitted: shown, checked, handed over, waited for; and submitted again."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import OmegaConf
-
 from torsh_trainer import environments
 from torsh_trainer.assemble import RunRequest, import_from, launcher_of, plan_run
-from torsh_trainer.checkpoint.store.places import parse_storage_path
-from torsh_trainer.checkpoint.store.retention import complete
+from torsh_trainer.assemble.handover import (
+    INSIDE,
+    REQUEST,
+    find_checkpoints,
+    make_request,
+    read_request,
+    repeat_request,
+)
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.job_folder import FOLDER, JOB, JobHandle, JobStatus
-from torsh_trainer.launchers.plan import JobRequest, PlannedFile, write_plan
+from torsh_trainer.launchers.plan import write_plan
 from torsh_trainer.launchers.submission import SubmissionPlan, SubmitLauncher
-from torsh_trainer.rundir import MARKER, RunDir
-from torsh_trainer.utils.files import disk_error
 from torsh_trainer.utils.foreign import escape_controls
-from torsh_trainer.utils.masking import mask_override, mask_tree
 
-REQUEST = "run.yaml"
-AGAIN = "--again"
-_INSIDE = "torsh_trainer.launchers.inline.Inline"
-_DRY_RUN = "launcher.dry_run="
-_HEADER = "# What the job runs; written when it was submitted.\n"
+_DISK_LAG_S = 60.0
 
 
 def show_plan(order: RunRequest, launcher: Launcher, env: Mapping[str, str]) -> dict[str, Any]:
     """Prints what ``launcher`` would write and run for ``order``, and does nothing of it."""
     context = LaunchContext(env=env, found=environments.detect(env))
+    if order.run_dir is None:  # another process of a cluster's leads, and shows it
+        return {}
     text = write_plan(launcher.plan_launch(make_request(order), context=context))
     print(escape_controls(text) if sys.stdout.isatty() else text, end="")
     return {}
@@ -90,8 +85,13 @@ def take_result(launcher: SubmitLauncher, handle: JobHandle) -> dict[str, Any]:
         words = f"job {handle.id} goes on; jobs cancel {handle.run_dir} ends it"
         print(words, file=sys.stderr)
         raise
-    result = launcher.result(handle)
-    if status.state == "succeeded" and result is not None:
+    if status.state == "succeeded":
+        result = _see_result(launcher, handle)
+        if result is None:
+            raise ResourceError(
+                f"job {handle.id} has succeeded, and {handle.run_dir}/result.json is not seen here",
+                fix="wait until the disk shows it, or look at it on a node",
+            )
         print(f"succeeded: {launcher.name} job {handle.id}", flush=True)
         return result
     raise JobError(
@@ -99,6 +99,14 @@ def take_result(launcher: SubmitLauncher, handle: JobHandle) -> dict[str, Any]:
         fix=f"python -m torsh_trainer jobs logs {handle.run_dir}",
         cause_exit_code=exit_code_of(status),
     )
+
+
+def _see_result(launcher: SubmitLauncher, handle: JobHandle) -> dict[str, Any] | None:
+    """result.json, once a disk that is shared shows it; None where it does not."""
+    end = time.monotonic() + _DISK_LAG_S
+    while (result := launcher.result(handle)) is None and time.monotonic() < end:
+        time.sleep(launcher.poll_s / 2)
+    return result
 
 
 class JobError(TrainingError):
@@ -115,179 +123,6 @@ def exit_code_of(status: JobStatus) -> int:
     if status.state == "succeeded":
         return 0
     return status.exit_code or {"cancelled": 130, "preempted": 143, "lost": 1}.get(status.state, 3)
-
-
-# -- what travels ---------------------------------------------------------------------------------
-
-
-def make_request(order: RunRequest, *, again: bool = False) -> JobRequest:
-    """``order`` as files and words, without secrets. ``again`` has it go on from its checkpoints.
-
-    Raises:
-        ConfigError: a secret would have to be written down.
-    """
-    assert order.run_dir is not None, "a job has a folder from the start"
-    run_dir = order.run_dir.absolute()
-    config, shown = map(_without_dry_run, (order.config, order.written or mask_tree(order.config)))
-    references = [list(place) for place in _find_references(config, shown)]
-    content = {
-        "folder": str(Path.cwd()),
-        "command": [mask_override(word) for word in order.command if _DRY_RUN not in word],
-        "import_paths": list(order.import_paths),
-        "references": references,
-        "config": shown,
-    }
-    text = _HEADER + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    return _request(run_dir, Path.cwd(), text, again=again)
-
-
-def _without_dry_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` as it is submitted: what a dry run shows is that."""
-    node = config.get("launcher") or {}
-    return {**config, "launcher": {**node, "dry_run": False}} if "dry_run" in node else {**config}
-
-
-def _request(run_dir: Path, folder: Path, content: str, *, again: bool) -> JobRequest:
-    more = (AGAIN,) if again else ()
-    return JobRequest(
-        run_dir=run_dir,
-        folder=folder,
-        arguments=("-m", "torsh_trainer", "jobs", "run", str(run_dir), *more),
-        python=sys.executable,
-        files=(
-            PlannedFile(run_dir / MARKER, ""),
-            PlannedFile(run_dir / FOLDER / REQUEST, content),
-        ),
-    )
-
-
-def _find_references(
-    value: Any, shown: Any, place: tuple[Any, ...] = ()
-) -> Iterator[tuple[Any, ...]]:
-    """Where ``shown`` has a reference in the place of what the environment gave."""
-    if isinstance(value, Mapping) and isinstance(shown, Mapping):
-        for key, item in value.items():
-            yield from _find_references(item, shown[key], (*place, key))
-    elif isinstance(value, list | tuple) and isinstance(shown, list):
-        for number, item in enumerate(value):
-            yield from _find_references(item, shown[number], (*place, number))
-    elif isinstance(shown, str) and shown != value:
-        name = ".".join(map(str, place))
-        if "${" not in shown:
-            raise ConfigError(
-                f"{name} holds a secret, which would have to be written down for the job",
-                fix=f"put it into a variable of the environment: {name}='${{oc.env:NAME}}'",
-            )
-        yield place
-
-
-def read_request(run_dir: Path) -> dict[str, Any]:
-    """What was handed over to the job of ``run_dir``, as it was written.
-
-    Raises:
-        ConfigError: there is nothing, or it is damaged.
-    """
-    path = run_dir / FOLDER / REQUEST
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{run_dir} holds no job: there is no {FOLDER}/{REQUEST}",
-            fix="give the folder of a run that was submitted",
-        ) from error
-    except OSError as error:
-        raise disk_error(error, "read", path) from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise _damage_error(path) from error
-    keys = ("folder", "command", "import_paths", "references", "config")
-    if not isinstance(content, dict) or any(key not in content for key in keys):
-        raise _damage_error(path)
-    return content
-
-
-def _damage_error(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is not as it was written", fix="submit the run once more")
-
-
-def repeat_request(run_dir: Path) -> JobRequest:
-    """The request of an earlier submission, to go on from its checkpoints."""
-    path = run_dir / FOLDER / REQUEST
-    content = read_request(run_dir)
-    text = path.read_text(encoding="utf-8")
-    return _request(run_dir.absolute(), Path(content["folder"]), text, again=True)
-
-
-# -- within the job -------------------------------------------------------------------------------
-
-
-def order_within(run_dir: Path, *, leads: bool, again: bool) -> RunRequest:
-    """What one process of the job runs, in the place that its environment says.
-
-    Of the processes, the one that ``leads`` writes the run's folder. ``again`` goes on from the
-    checkpoints of an earlier attempt, whatever ``checkpoint.resume`` began from.
-
-    Raises:
-        ConfigError: there is no job, or a variable that it asks for is not set.
-    """
-    content = read_request(run_dir)
-    config = _resolve(content["config"], content["references"])
-    config["launcher"] = {"_target_": _INSIDE}
-    if again:
-        config = _go_on(config, run_dir)
-    return RunRequest(
-        config=config,
-        run_dir=run_dir if leads else None,
-        command=tuple(content["command"]),
-        import_paths=tuple(content["import_paths"]),
-        written=content["config"],
-    )
-
-
-def _resolve(config: Mapping[str, Any], references: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """``config`` with its references resolved, and every other text as it stands."""
-    if not references:
-        return dict(config)
-    places, kept = {tuple(place) for place in references}, list[str]()
-
-    def mark(value: Any, place: tuple[Any, ...]) -> Any:
-        if isinstance(value, Mapping):
-            return {key: mark(item, (*place, key)) for key, item in value.items()}
-        if isinstance(value, list):
-            return [mark(item, (*place, number)) for number, item in enumerate(value)]
-        if isinstance(value, str) and "${" in value and place not in places:
-            kept.append(value)
-            return f"\0{len(kept) - 1}\0"
-        return value
-
-    def unmark(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: unmark(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [unmark(item) for item in value]
-        if isinstance(value, str) and value.startswith("\0"):
-            return kept[int(value.strip("\0"))]
-        return value
-
-    resolved = OmegaConf.to_container(OmegaConf.create(mark(config, ())), resolve=True)
-    content: dict[str, Any] = unmark(resolved)
-    return content
-
-
-def _go_on(config: dict[str, Any], run_dir: Path) -> dict[str, Any]:
-    node = config.get("checkpoint")
-    if not node or not _find_checkpoints(node, run_dir):
-        return config
-    return {**config, "checkpoint": {**node, "resume": "auto"}}
-
-
-def _find_checkpoints(node: Mapping[str, Any], run_dir: Path) -> bool:
-    named = node.get("dir")
-    folder = (
-        RunDir(run_dir).checkpoints
-        if named is None
-        else parse_storage_path(str(named), node.get("storage_options"))
-    )
-    return bool(complete(folder))
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -310,7 +145,7 @@ def _check_folder(order: RunRequest) -> None:
                 fix=f"jobs cancel {order.run_dir} ends it, {elsewhere}",
             )
     node = order.config.get("checkpoint") or {}
-    if node.get("resume") == "never" and _find_checkpoints(node, order.run_dir):
+    if node.get("resume") == "never" and find_checkpoints(node, order.run_dir):
         raise ConfigError(
             f"{order.run_dir} holds checkpoints, and a job with checkpoint.resume=never that is "
             "begun again would go on from them",
@@ -324,7 +159,7 @@ def _check_run(order: RunRequest, launcher: SubmitLauncher) -> None:
     from torsh_trainer.tasks.base import Task
 
     import_from(order.import_paths)
-    inside = {**order.config, "launcher": {"_target_": _INSIDE}}
+    inside = {**order.config, "launcher": {"_target_": INSIDE}}
     try:
         plan_run(replace(order, config=inside), task=Task()).check_bounded()
     except ResourceError as error:

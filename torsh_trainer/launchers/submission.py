@@ -265,30 +265,34 @@ class SubmitLauncher(Launcher):
             (handle.home / FOLDER / CANCELLED).touch()
         except OSError as error:
             raise disk_error(error, "write", handle.home / FOLDER / CANCELLED) from error
-        if status.state == "running" and grace_s > 0:
-            self.ask_to_save(handle)
-            status = self.wait(handle, timeout_s=grace_s)
-        if not status.ended:
-            self.end(handle)
-            status = self.wait(handle, timeout_s=CLIENT_TIMEOUT_S)
-        return status
+        try:
+            if status.state == "running" and grace_s > 0:
+                self.ask_to_save(handle)
+                status = self.wait(handle, timeout_s=grace_s)
+            if not status.ended:
+                self.end(handle)
+        except ResourceError:  # it goes on
+            (handle.home / FOLDER / CANCELLED).unlink(missing_ok=True)
+            raise
+        return status if status.ended else self.wait(handle, timeout_s=CLIENT_TIMEOUT_S)
 
     def wait(self, handle: JobHandle, *, timeout_s: float | None = None) -> JobStatus:
         """The job's status once it has ended, or after ``timeout_s``.
 
         Raises:
-            ResourceError: the scheduler has not answered for minutes.
+            ResourceError: the scheduler has never answered, or not for minutes.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        heard = time.monotonic()
+        patience = time.monotonic()
         while True:
+            late = end is not None and time.monotonic() >= end
             try:
                 status = self.status(handle)
-                heard = time.monotonic()
-                if status.ended or (end is not None and heard >= end):
+                patience = time.monotonic() + UNREACHABLE_S
+                if status.ended or late:
                     return status
             except ResourceError:
-                if time.monotonic() > heard + UNREACHABLE_S:
+                if late or time.monotonic() >= patience:
                     raise
             left = self.poll_s if end is None else max(0.05, end - time.monotonic())
             time.sleep(min(self.poll_s, left))
