@@ -184,6 +184,7 @@ class GPT(nn.Module):
 
     Token numbers (batch, tokens <= ``context``), int -> logits (batch, tokens, ``vocab_size``);
     with ``targets`` (batch, tokens) the sum of their losses, 0-dim, without those logits.
+    ``positions`` (tokens,) are where the tokens stand in their sequence; None counts from 0.
 
     Raises:
         ConfigError: ``width`` does not divide into ``heads``.
@@ -224,9 +225,12 @@ class GPT(nn.Module):
     sums_losses: ClassVar[bool] = True
     """``forward`` takes ``targets``, as ``LanguageModel`` asks."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(places))
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
         return self.tokens(self.norm(x), targets)
