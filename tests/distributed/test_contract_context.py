@@ -10,15 +10,13 @@ from torsh_trainer.testing.strategy import StrategyContract
 from torsh_trainer.testing.tiny import TinyModelOptions
 
 OF_ALL_TOKENS = "a norm of batches is over tokens that other processes have"
+REFUSES = {"buffers": OF_ALL_TOKENS, "sync_batchnorm": OF_ALL_TOKENS}
 
 
 class OverTwo(StrategyContract):
     context_parallel = 2
     tolerances = OF_CUT_LAYERS
-    refuses = {
-        "buffers": OF_ALL_TOKENS,
-        "sync_batchnorm": OF_ALL_TOKENS,
-    }
+    refuses = REFUSES
     world_sizes = (1,)
     model = TinyModelOptions(attention=True)
     for_branches = Parallel(find_unused_parameters=True)

@@ -71,7 +71,7 @@ class ContextDoor(WholeTokens):
         self.model = model
         self.plan = plan
         self.comm = comm = groups.context
-        self._tensor = groups.tensor
+        self._tensor, self._everybody = groups.tensor, groups.whole
         self._exchange = EXCHANGES[exchange]
         self._forward = model.forward
         self._signature = inspect.signature(self._forward)
@@ -196,6 +196,7 @@ class ContextDoor(WholeTokens):
                 dims[name] = self.plan.dims[name] or 0
         names = {module: name for name, module in self.model.named_modules()}
         self._within = Attending(self._exchange, self.comm, share, given.tokens)
+        seen, error = Seen(False, False), None
         try:
             seen = watch_tokens(
                 self.model,
@@ -206,9 +207,14 @@ class ContextDoor(WholeTokens):
                 device=given.device,
                 comm=self._tensor,
             )
+        except Unsupported as refused:  # by its numbers, which other processes have not
+            error = refused
         finally:
             self._within = None
             forget_order(self.model)
+        for told in self._everybody.all_gather_object(error):
+            if told is not None:
+                raise told
         if self._seen is None:
             self._seen = seen
             self._tell(given.tokens)

@@ -270,13 +270,11 @@ class _Follow(InsteadOfAttention):
         self.attends = True
         tokens = self._half.numel()
         lengths = call.query.shape[-2], call.key.shape[-2]
-        if lengths != (tokens, tokens) or not _keeps_places(
-            call.query, call.query.dim() - 2, self._half
-        ):
-            raise self._refuse(
-                f"an attention of {lengths[0]} queries over {lengths[1]} keys",
-                f"does not go over the {tokens} tokens",
-            )
+        if lengths != (tokens, tokens):
+            what = f"an attention of {lengths[0]} queries over {lengths[1]} keys"
+            raise self._refuse(what, f"does not go over the {tokens} tokens")
+        if not _keeps_places(call.query, call.query.dim() - 2, self._half):
+            raise self._refuse("an attention", "has its tokens in another order than the model's")
         return call
 
 
