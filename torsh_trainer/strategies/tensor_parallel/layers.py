@@ -31,6 +31,10 @@ CUT = "_torsh_cut_by"
 """The attribute of a tensor that is a part of a layer's output: the layer's name."""
 
 
+_Forward = Callable[..., Any]
+_Maker = Callable[[Any, str, Style, Communicator], _Forward]
+
+
 class Cut(NamedTuple):
     """Along which dimension a parameter is cut, each of ``parts`` equal pieces by itself."""
 
@@ -103,6 +107,18 @@ def replace_forwards(model: nn.Module, plan: ParallelPlan, comm: Communicator) -
             module.forward = make(module, name, style, comm)
 
 
+def make_forward(
+    module: nn.Module, name: str, style: Style, comm: Communicator, *, like: nn.Module
+) -> _Forward:
+    """What computes with the part that ``module`` has of a layer as ``like``.
+
+    ``module`` has the sizes of the whole layer, and the parameters of its part.
+    """
+    make = _maker(like, style)
+    assert make is not None, "a style that cuts"
+    return make(module, name, style, comm)
+
+
 def refuse_kinds(model: nn.Module, plan: ParallelPlan) -> None:
     """Makes sure that all modules of ``plan`` are of kinds that can be cut.
 
@@ -148,10 +164,6 @@ def _why_not(module: Any, style: Style) -> str:
     elif style.kind == "rowwise" and style.parts not in (None, 1):
         return "whose inputs are no projections"
     return ""
-
-
-_Forward = Callable[..., Any]
-_Maker = Callable[[Any, str, Style, Communicator], _Forward]
 
 
 def _maker(module: nn.Module, style: Style) -> _Maker | None:
