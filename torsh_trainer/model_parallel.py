@@ -240,8 +240,8 @@ class ParallelAttention(nn.Module):
     def forward(
         self, input: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """``attn_mask`` (tokens, tokens) or (batch, 1, tokens, tokens): where it is True is seen, or
-        it is added to scores, as ``F.scaled_dot_product_attention`` has it."""
+        """``attn_mask`` (tokens, tokens) or (batch, 1, tokens, tokens): bool, true where a key is
+        seen, or numbers that are added to scores, as ``F.scaled_dot_product_attention`` has it."""
         own = self.num_heads // self._comm.size
         projected = self.qkv(input).unflatten(-1, (3, own, -1))
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)

@@ -131,7 +131,7 @@ class PipelineParallel(nn.Module):
         if not torch.is_grad_enabled():
             return output
         anchor = torch.ones((), requires_grad=True, device=output.device)
-        joined: Tensor = _Joined.apply(anchor, input, output, run)
+        joined: Tensor = _JoinedOutput.apply(anchor, input, output, run)
         return joined
 
     def run_step(self, input: Tensor, target: Tensor, loss: Loss) -> Tensor:
@@ -282,7 +282,7 @@ class _Run:
             done.result.backward(self._gradients[done.draws].to(done.result.device))
 
 
-class _Joined(torch.autograd.Function):
+class _JoinedOutput(torch.autograd.Function):
     """The outputs of a run, whose backward is the run's."""
 
     @staticmethod

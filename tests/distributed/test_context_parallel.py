@@ -32,7 +32,7 @@ from torsh_trainer.mesh import MeshOptions
 from torsh_trainer.optim.optimizers import OptimizerSpec
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.context_parallel import door, exchanges, functions
-from torsh_trainer.strategies.context_parallel.exchanges import EXCHANGES, Attention
+from torsh_trainer.strategies.context_parallel.exchanges import EXCHANGES, AttentionCall
 from torsh_trainer.strategies.context_parallel.shares import TokenShare
 from torsh_trainer.strategies.ddp import DDP
 from torsh_trainer.strategies.fsdp import FSDP
@@ -83,7 +83,7 @@ def attend_on_rank(
     own = [t.requires_grad_() for t in own]
     mask = mask_of(kind)
     rows = None if mask is None else share.take_own(mask, 2)
-    call = Attention(*own, rows, kind == "causal", None, gqa=heads < 4)
+    call = AttentionCall(*own, rows, kind == "causal", None, gqa=heads < 4)
     output = EXCHANGES[name](call, comm, share)
     output.backward(gradient)  # type: ignore[no-untyped-call]
     parts = [output.detach(), *(t.grad for t in own)]
@@ -127,7 +127,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_other_way() -> None:
         share = TokenShare(comm.rank, comm.size, balanced=False)
         try:
             EXCHANGES["alltoall"](
-                Attention(query, query, query, None, False, None, False), comm, share
+                AttentionCall(query, query, query, None, False, None, False), comm, share
             )
         except ConfigError as error:
             return str(error)
@@ -239,7 +239,7 @@ def test_one_step_is_a_few_units_away_from_a_plain_one(strategy: Strategy) -> No
 
 
 def _lose_the_exchange() -> None:
-    def attend(call: Attention, comm: Communicator, share: TokenShare) -> Tensor:
+    def attend(call: AttentionCall, comm: Communicator, share: TokenShare) -> Tensor:
         return exchanges.SCALED_DOT_PRODUCT(*call[:3], is_causal=True)
 
     EXCHANGES["gather"] = attend  # type: ignore[index]
@@ -261,7 +261,7 @@ def _count_places_anew() -> None:
     door.ContextDoor._tell_places = lambda self, values, places: {  # type: ignore[method-assign]
         **values, "positions": torch.arange(len(places))
     }  # fmt: skip
-    door.watch_tokens = lambda *args, **kwargs: door.Seen(True, True)
+    door.watch_tokens = lambda *args, **kwargs: door.ForwardFindings(True, True)
 
 
 def _forget_the_order() -> None:

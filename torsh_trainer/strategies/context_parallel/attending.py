@@ -14,7 +14,7 @@ from torsh_trainer.comm.base import Communicator
 from torsh_trainer.errors import Unsupported
 from torsh_trainer.strategies.context_parallel.exchanges import (
     SCALED_DOT_PRODUCT,
-    Attention,
+    AttentionCall,
     Exchange,
     gather_columns,
 )
@@ -31,7 +31,7 @@ def read_call(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Attention:
+) -> AttentionCall:
     """A call of ``F.scaled_dot_product_attention``.
 
     Raises:
@@ -44,7 +44,7 @@ def read_call(
             fix="set the dropout of attention to 0 (model.dropout=0 for GPT, attn_pdrop or "
             "attention_dropout of a model of transformers)",
         )
-    return Attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return AttentionCall(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
 class InsteadOfAttention(TorchFunctionMode):
@@ -127,7 +127,7 @@ class Attending(InsteadOfAttention):
             setattr(output, CUT, (*getattr(call.query, CUT)[:2], None))
         return output
 
-    def _with_columns(self, call: Attention) -> Attention:
+    def _with_columns(self, call: AttentionCall) -> AttentionCall:
         """``call`` with a mask of the keys of all."""
         mask = call.mask
         if mask is None or mask.shape[-1] == self._tokens:

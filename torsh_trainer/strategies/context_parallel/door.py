@@ -27,8 +27,8 @@ from torsh_trainer.strategies.context_parallel.functions import join_tokens
 from torsh_trainer.strategies.context_parallel.plan import (
     PLACES,
     TARGETS,
-    Arguments,
     ContextPlan,
+    TokenArguments,
     parameters_of,
     read_arguments,
 )
@@ -36,7 +36,7 @@ from torsh_trainer.strategies.context_parallel.shares import TokenShare
 from torsh_trainer.strategies.context_parallel.watching import (
     MOST_SAMPLES,
     MOST_TOKENS,
-    Seen,
+    ForwardFindings,
     watch_tokens,
 )
 from torsh_trainer.strategies.tensor_parallel.functions import sum_of_parts
@@ -79,7 +79,7 @@ class ContextDoor(WholeTokens):
         self._name = type(model).__name__
         self._is_of_transformers = masks.is_of_transformers(model)
         self._forwards = {True: 0, False: 0}
-        self._seen: Seen | None = None
+        self._seen: ForwardFindings | None = None
         self._within: Attending | None = None
         self._last: Attending | None = None
         self.summary = _summarise(plan, exchange, comm.size, parameters_of(model))
@@ -120,7 +120,7 @@ class ContextDoor(WholeTokens):
     def _is_balanced(self) -> bool:
         return self._seen is None or self._seen.is_causal
 
-    def _settings(self, given: Arguments) -> dict[str, Any]:
+    def _settings(self, given: TokenArguments) -> dict[str, Any]:
         """What a model is called with beside: where its tokens stand is filled in by the cut."""
         if given.values.get("labels") is not None:
             raise Unsupported(
@@ -137,7 +137,7 @@ class ContextDoor(WholeTokens):
             chunks = TokenShare(0, self.comm.size, self._is_balanced).chunks
             raise _does_not_divide(tokens, chunks, self.comm.size)
 
-    def _cut(self, given: Arguments, share: TokenShare) -> dict[str, Any]:
+    def _cut(self, given: TokenArguments, share: TokenShare) -> dict[str, Any]:
         values = dict(given.values)
         for name, dim in given.dims.items():
             values[name] = share.take_own(values[name], dim)
@@ -171,7 +171,7 @@ class ContextDoor(WholeTokens):
 
     # -- what is looked for -----------------------------------------------------------------------
 
-    def _watch(self, given: Arguments) -> None:
+    def _watch(self, given: TokenArguments) -> None:
         """Runs the model once more, on a few tokens of a few samples."""
         share = TokenShare(self.comm.rank, self.comm.size, False)
         few = min(MOST_TOKENS, given.tokens // self.comm.size)
@@ -196,7 +196,7 @@ class ContextDoor(WholeTokens):
                 dims[name] = self.plan.dims[name] or 0
         names = {module: name for name, module in self.model.named_modules()}
         self._within = Attending(self._exchange, self.comm, share, given.tokens)
-        seen, error = Seen(False, False), None
+        seen, error = ForwardFindings(False, False), None
         try:
             seen = watch_tokens(
                 self.model,

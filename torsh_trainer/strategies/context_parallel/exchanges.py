@@ -25,7 +25,7 @@ SCALED_DOT_PRODUCT = torch._C._nn.scaled_dot_product_attention
 """As torch has it, whoever has put something in its place in ``torch.nn.functional``."""
 
 
-class Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """A call of ``F.scaled_dot_product_attention``, on this process's tokens."""
 
     query: Tensor
@@ -37,10 +37,10 @@ class Attention(NamedTuple):
     gqa: bool
 
 
-Exchange = Callable[[Attention, Communicator, TokenShare], Tensor]
+Exchange = Callable[[AttentionCall, Communicator, TokenShare], Tensor]
 
 
-def attend_gathered(call: Attention, comm: Communicator, share: TokenShare) -> Tensor:
+def attend_gathered(call: AttentionCall, comm: Communicator, share: TokenShare) -> Tensor:
     """Each process gathers all keys and values, for its own queries."""
     if call.key.shape == call.value.shape:  # in one message
         both = torch.stack([call.key, call.value])
@@ -66,7 +66,7 @@ def attend_gathered(call: Attention, comm: Communicator, share: TokenShare) -> T
     return torch.cat(outputs, -2)
 
 
-def attend_by_heads(call: Attention, comm: Communicator, share: TokenShare) -> Tensor:
+def attend_by_heads(call: AttentionCall, comm: Communicator, share: TokenShare) -> Tensor:
     """Each process gets all tokens of its share of the heads (Jacobs et al. 2023, Ulysses).
 
     Raises:
@@ -106,7 +106,7 @@ def gather_columns(mask: Tensor, comm: Communicator, share: TokenShare) -> Tenso
     return _gather_mask(mask, comm, share, mask.dim() - 1)
 
 
-def attend_around(call: Attention, comm: Communicator, share: TokenShare) -> Tensor:
+def attend_around(call: AttentionCall, comm: Communicator, share: TokenShare) -> Tensor:
     """Keys and values go round, and each process puts together what it has seen.
 
     Raises:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torsh_trainer.errors import Unsupported
-from torsh_trainer.strategies.context_parallel.plan import Arguments
+from torsh_trainer.strategies.context_parallel.plan import TokenArguments
 from torsh_trainer.strategies.context_parallel.shares import TokenShare
 
 _MASK, _PLACES = "attention_mask", "position_ids"
@@ -55,7 +55,7 @@ def refuse_attention(model: nn.Module) -> None:
         )
 
 
-def mask_whole(given: Arguments) -> Tensor | None:
+def mask_whole(given: TokenArguments) -> Tensor | None:
     """Which pairs of tokens one process would not mask for another reason than being later, bool
     (batch or 1, 1, tokens or 1, tokens); None: all."""
     mask, places = given.values.get(_MASK), given.values.get(_PLACES)
@@ -79,7 +79,7 @@ def mask_whole(given: Arguments) -> Tensor | None:
 
 
 def cut_mask(
-    whole: Tensor | None, given: Arguments, share: TokenShare, *, is_causal: bool
+    whole: Tensor | None, given: TokenArguments, share: TokenShare, *, is_causal: bool
 ) -> Tensor:
     """What such a model is given as ``attention_mask``: (batch, own tokens) of ones, or (batch, 1,
     own tokens, tokens) bool."""

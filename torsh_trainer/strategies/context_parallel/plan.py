@@ -27,7 +27,7 @@ KNOWN: Mapping[str, int] = {
 """Along which dimension arguments of these names have their tokens, where nobody says otherwise."""
 
 PLACES = ("positions", "position_ids")
-"""Arguments by which a model is told where its tokens stand: (tokens,) and (1, tokens)."""
+"""TokenArguments by which a model is told where its tokens stand: (tokens,) and (1, tokens)."""
 TARGETS = "targets"
 """With which a model gives the sum of the losses of its tokens, as ``LanguageModel`` asks."""
 
@@ -88,7 +88,7 @@ def _takes_any(model: nn.Module) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in kinds)
 
 
-class Arguments(NamedTuple):
+class TokenArguments(NamedTuple):
     """The arguments of one call, by name; ``tokens`` is how many a sequence has, and ``dims`` along
     which dimension an argument has them."""
 
@@ -100,7 +100,7 @@ class Arguments(NamedTuple):
 
 def read_arguments(
     model: str, signature: inspect.Signature, plan: ContextPlan, args: Any, kwargs: Any
-) -> Arguments:
+) -> TokenArguments:
     """The arguments of a call of the forward of ``model``, a class.
 
     Raises:
@@ -143,7 +143,7 @@ def read_arguments(
             fix="give other dimensions in strategy.context_plan, or null for what is given whole",
         )
     first = values[next(iter(sizes))]
-    return Arguments(values, dims, next(iter(sizes.values())), first.device)
+    return TokenArguments(values, dims, next(iter(sizes.values())), first.device)
 
 
 def _by_name(model: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torsh_trainer.strategies.context_parallel.attending import (
     drop_out,
     read_call,
 )
-from torsh_trainer.strategies.context_parallel.exchanges import Attention
+from torsh_trainer.strategies.context_parallel.exchanges import AttentionCall
 
 MOST_TOKENS, MOST_SAMPLES = 16, 2
 """Of what is run once more."""
@@ -56,7 +56,7 @@ _DIFFER = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 0.05, torch.
 """By how much a product may differ in another place, in parts of what tokens differ by."""
 
 
-class Seen(NamedTuple):
+class ForwardFindings(NamedTuple):
     """What was found out: whether an attention is causal, and of whether there was any."""
 
     is_causal: bool
@@ -72,7 +72,7 @@ def watch_tokens(
     names: Callable[[nn.Module], str],
     device: torch.device,
     comm: Communicator,
-) -> Seen:
+) -> ForwardFindings:
     """Runs ``forward`` of ``model`` on ``values``, which have few tokens along ``dims``.
 
     ``names`` gives a module's name, ``comm`` are processes that share layers. Buffers and
@@ -109,7 +109,7 @@ def watch_tokens(
                     buffer.copy_(before)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-    return Seen(follow.is_causal, follow.attends)
+    return ForwardFindings(follow.is_causal, follow.attends)
 
 
 @contextlib.contextmanager
@@ -196,7 +196,7 @@ class _Follow(InsteadOfAttention):
     def _compute(
         self, what: str, func: Any, args: Any, kwargs: Any, leaves: Sequence[Tensor]
     ) -> Any:
-        written = _written(what, args, kwargs)
+        written = _find_target(what, args, kwargs)
         if written is not None and _TWINS not in vars(written):
             setattr(written, _TWINS, tuple(written.clone() for _ in range(3)))
         given = [tree_map(functools.partial(_twin, number), (args, kwargs)) for number in range(3)]
@@ -265,7 +265,7 @@ class _Follow(InsteadOfAttention):
             raise self._refuse("a dropout", "does not have its tokens along dimension 1")
         return input
 
-    def _note(self, call: Attention) -> Attention:
+    def _note(self, call: AttentionCall) -> AttentionCall:
         self.is_causal |= call.is_causal
         self.attends = True
         tokens = self._half.numel()
@@ -297,7 +297,7 @@ def _twin(number: int, leaf: Any) -> Any:
     return leaf if twins is None else twins[number]
 
 
-def _written(what: str, args: Any, kwargs: Any) -> Tensor | None:
+def _find_target(what: str, args: Any, kwargs: Any) -> Tensor | None:
     """What an operation writes to."""
     out = kwargs.get("out")
     if isinstance(out, Tensor):
