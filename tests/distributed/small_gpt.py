@@ -55,14 +55,24 @@ class Words(Task):
 
     data = Source()
 
-    def __init__(self, optimizer: OptimizerSpec, *, chunked: bool = False, dropout: float = 0.0):
+    def __init__(
+        self,
+        optimizer: OptimizerSpec,
+        *,
+        chunked: bool = False,
+        dropout: float = 0.0,
+        heads: int = 4,
+    ) -> None:
         self.optimizer = optimizer
         self.chunked = chunked
         self.dropout = dropout
+        self.heads = heads
 
     def build_model(self) -> nn.Module:
         torch.manual_seed(5)
-        made = GPT(vocab_size=WORDS - 1, context=8, layers=2, heads=4, width=12, vocab_multiple=4)
+        made = GPT(
+            vocab_size=WORDS - 1, context=8, layers=2, heads=self.heads, width=12, vocab_multiple=4
+        )
         made.dropout.p = self.dropout
         return made
 
@@ -92,12 +102,13 @@ class Kind:
     clip: float | None = None
     chunked: bool = False
     dropout: float = 0.0
+    heads: int = 4
     relative: float = 64 * U32
     parameters: float = 128 * U32
 
     @property
     def task(self) -> Words:
-        return Words(self.optimizer, chunked=self.chunked, dropout=self.dropout)
+        return Words(self.optimizer, chunked=self.chunked, dropout=self.dropout, heads=self.heads)
 
 
 # Sums over the width, over words and over samples in another order: each at most (n - 1) u of the

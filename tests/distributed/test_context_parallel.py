@@ -238,6 +238,20 @@ def test_one_step_is_a_few_units_away_from_a_plain_one(strategy: Strategy) -> No
     assert moved_by(SGD.task, None, strategy, CP) <= 32
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("kind", [SGD, CLIPPED], ids=["whole-logits", "chunked"])
+def test_lengths_that_do_not_divide_are_filled_up(kind: Kind, exchange: str) -> None:
+    if exchange == "alltoall":  # of four heads
+        kind = replace(kind, heads=3)
+    strategy = Parallel(context_exchange=exchange, pad=True)
+    assert moved_by(kind.task, None, strategy, MeshOptions(cp=3), ranks=3) <= 32
+
+
+def test_a_dropout_draws_nothing_for_what_is_filled_up() -> None:
+    task = replace(SGD, dropout=0.4).task
+    assert moved_by(task, None, Parallel(pad=True), MeshOptions(cp=3), ranks=3) <= 32
+
+
 def _lose_the_exchange() -> None:
     def attend(call: AttentionCall, comm: Communicator, share: TokenShare) -> Tensor:
         return exchanges.SCALED_DOT_PRODUCT(*call[:3], is_causal=True)
@@ -261,7 +275,7 @@ def _count_places_anew() -> None:
     door.ContextDoor._tell_places = lambda self, values, places: {  # type: ignore[method-assign]
         **values, "positions": torch.arange(len(places))
     }  # fmt: skip
-    door.watch_tokens = lambda *args, **kwargs: door.ForwardFindings(True, True)
+    door.watch_tokens = lambda *args, **kwargs: door.ForwardFindings(True, False, True)
 
 
 def _forget_the_order() -> None:
@@ -389,6 +403,18 @@ class Head(Small):
         return x + model.head(torch.zeros(8))  # type: ignore[operator]
 
 
+class Scaled(Words):
+    """The loss is multiplied by a parameter, which no process cuts."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.scale = nn.Parameter(torch.tensor(1.5))
+        return model
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        return super().forward(model, batch) * model.scale
+
+
 class Longer(Words):
     """Two tokens too few."""
 
@@ -415,7 +441,7 @@ REFUSED: dict[str, tuple[Task, str]] = {
         "mesh.cp: conv1d in 'after.layer' (Conv1d) puts tokens together",
     ),
     "linear": (
-        Small(lambda: Along(nn.Linear(4, 4))),
+        Small(lambda: Along(nn.Linear(8, 8))),
         "linear in 'after.layer' (Linear) puts tokens together",
     ),
     "norm of batches": (Small(lambda: Along(nn.BatchNorm1d(8))), "batch_norm in 'after.layer'"),
@@ -425,7 +451,7 @@ REFUSED: dict[str, tuple[Task, str]] = {
     "shift": (Small(does(lambda x: x + shift(x))), "add in 'after' (Does) puts tokens together"),
     "another order": (
         Small(does(lambda x: x.flip(1))),
-        "depends on its number among those of the process",
+        "an attention in Placed has its tokens in another order",
     ),
     "recurrence": (Small(lambda: First(nn.GRU(8, 8, batch_first=True))), "gru in 'after"),
     "reading": (
@@ -445,8 +471,9 @@ REFUSED: dict[str, tuple[Task, str]] = {
         Small(positions=False),
         "depends on its number among those of the process, as positions that the forward counts",
     ),
-    "a number for each sample": (Pools(), "the model gives [2, 19] for 4 tokens, and what has"),
+    "a number for each sample": (Pools(), "the model gives [2, 19] for 8 tokens, and what has"),
     "a part by itself": (Head(), "the task calls 'head' apart from the model's forward"),
+    "a parameter by itself": (Scaled(SGD.optimizer), "the task reads the parameter 'scale' apart"),
     "length": (Longer(SGD.optimizer), "4 chunks of one size (2 processes with two chunks each), a"),
     "another argument": (Extra(), "the model is called with 'scale', a tensor of shape [1, 1, 1]"),
     "no argument": (
@@ -470,6 +497,20 @@ class First(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(x)[0]
         return output
+
+
+def test_a_layer_over_all_tokens_does_not_run_on_some() -> None:
+    def look_at_four() -> None:
+        door.MOST_TOKENS = 4  # type: ignore[misc]
+
+    task = Small(lambda: Along(nn.Linear(8, 8)))
+    pool = shared_pool(2)
+    try:
+        told = pool.run(refusal, task, *ON_TWO, look_at_four)
+    finally:
+        pool.close()
+    for said in told:
+        assert "mesh.cp: Placed does not run on 4 of 8 tokens (mat1 and mat2 shapes" in said, said
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -515,6 +556,11 @@ def test_stages_beside_cut_sequences_are_refused() -> None:
     mesh = MeshOptions(cp=2, pp=2)
     for said in shared_pool(4).run(refusal, SGD.task, Parallel(), mesh):
         assert "strategy=parallel cannot honour mesh.pp=2 beside mesh.cp" in said, said
+
+
+def test_what_nothing_hides_is_not_filled_up() -> None:
+    for said in shared_pool(3).run(refusal, Small(), Parallel(pad=True), MeshOptions(cp=3)):
+        assert "the attention of Placed is not causal" in said, said
 
 
 def test_an_exchange_that_nobody_knows_is_told_the_nearest() -> None:

@@ -54,6 +54,16 @@ def test_texts_that_are_filled_up_or_packed_are_masked_as_on_one_process(
     check_step(LLAMA_KIND, BATCHES[batch], CP, strategy)
 
 
+SIX = {
+    name: {key: tensor[:, :6] for key, tensor in batch.items()} for name, batch in BATCHES.items()
+}
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_a_batch_is_filled_up_to_a_length_that_divides(name: str) -> None:
+    check_step(LLAMA_KIND, SIX[name], CP, Parallel(pad=True))
+
+
 def test_keys_of_fewer_heads_than_queries_travel_in_every_way() -> None:
     for strategy in (RING, HEADS):
         check_step(LLAMA_KIND, WHOLE, CP, strategy)
@@ -69,7 +79,7 @@ def test_layers_and_sequences_are_cut_together() -> None:
         (("gpt2", GPT2, False), WHOLE, GATHER, "attention drops some of its weights"),
         (LLAMA_KIND, PADDED, RING, "context_exchange=ring knows causal masks and none"),
         (("mistral", {**LLAMA, "sliding_window": 4}, False), WHOLE, GATHER, "sliding_window=4"),
-        (LLAMA_KIND, {key: t[:, :6] for key, t in WHOLE.items()}, GATHER, "4 chunks of one size"),
+        (LLAMA_KIND, SIX["whole"], GATHER, "4 chunks of one size"),
     ],
     ids=["dropout", "ring", "window", "length"],
 )

@@ -41,7 +41,7 @@ class Parallel(FSDP):
     ``context_exchange`` is how keys and values of other tokens come to a process: ``gather``,
     ``ring`` or ``alltoall``. ``context_plan`` says by name along which dimension an argument of the
     model has tokens, None for one without; empty takes that of the task or of the model, beside the
-    usual names.
+    usual names. ``pad`` fills sequences up to a length that ``mesh.cp`` divides, behind their end.
 
     The axis of a model that is still to come (``ep``) will be its own.
     """
@@ -54,6 +54,7 @@ class Parallel(FSDP):
     both_ends: tuple[str, ...] = ()
     context_exchange: str = "gather"
     context_plan: Mapping[str, int | None] = field(default_factory=dict, hash=False)
+    pad: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,7 +125,7 @@ class Parallel(FSDP):
         check_alike(model, groups.stage)
         refuse_attention(model)
         plan = find_context_plan(model, job.task, self.context_plan, groups.mesh)
-        return ContextDoor(model, plan, groups, self.context_exchange)
+        return ContextDoor(model, plan, groups, self.context_exchange, pads=self.pad)
 
     def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         units = super()._units(model, stages)

@@ -18,7 +18,7 @@ from torsh_trainer.strategies.context_parallel.exchanges import (
     Exchange,
     gather_columns,
 )
-from torsh_trainer.strategies.context_parallel.shares import TokenShare
+from torsh_trainer.strategies.context_parallel.shares import TokenShare, fill_up
 from torsh_trainer.strategies.tensor_parallel.layers import CUT
 
 
@@ -95,17 +95,25 @@ class InsteadOfAttention(TorchFunctionMode):
 class Attending(InsteadOfAttention):
     """Within, a forward of ``tokens`` in all, of which this process has its ``share``.
 
-    ``exchange`` computes attention over ``comm``.
+    ``exchange`` computes attention over ``comm``. One process would draw for ``drawn`` tokens, all
+    but those that a sequence was filled up with.
     """
 
     def __init__(
-        self, exchange: Exchange, comm: Communicator, share: TokenShare, tokens: int
+        self,
+        exchange: Exchange,
+        comm: Communicator,
+        share: TokenShare,
+        tokens: int,
+        *,
+        drawn: int,
     ) -> None:
         super().__init__()
         self._exchange = exchange
         self._comm = comm
         self._share = share
         self._tokens = tokens
+        self._drawn = drawn
         self._own = tokens // share.size
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -144,8 +152,8 @@ class Attending(InsteadOfAttention):
         """``input`` times what one process would draw for all tokens."""
         if input.dim() < 3 or input.shape[1] != self._own:
             raise _refuse_dropout(input)
-        whole = input.new_ones((input.shape[0], self._tokens, *input.shape[2:]))
-        return input * self._share.take_own(F.dropout(whole, p, True), 1)
+        whole = F.dropout(input.new_ones((input.shape[0], self._drawn, *input.shape[2:])), p, True)
+        return input * self._share.take_own(fill_up(whole, 1, self._tokens, fill=1.0), 1)
 
 
 DROPOUTS = frozenset([F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d,

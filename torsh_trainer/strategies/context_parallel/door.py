@@ -11,11 +11,12 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torsh_trainer.errors import ConfigError, Unsupported
@@ -32,7 +33,7 @@ from torsh_trainer.strategies.context_parallel.plan import (
     parameters_of,
     read_arguments,
 )
-from torsh_trainer.strategies.context_parallel.shares import TokenShare
+from torsh_trainer.strategies.context_parallel.shares import TokenShare, fill_up
 from torsh_trainer.strategies.context_parallel.watching import (
     MOST_SAMPLES,
     MOST_TOKENS,
@@ -42,6 +43,7 @@ from torsh_trainer.strategies.context_parallel.watching import (
 from torsh_trainer.strategies.tensor_parallel.functions import sum_of_parts
 from torsh_trainer.strategies.units import forget_order
 from torsh_trainer.strategies.writes import DUE_FORWARDS
+from torsh_trainer.tasks.chunked_loss import IGNORED
 
 log = logging.getLogger(__name__)
 
@@ -63,16 +65,19 @@ class WholeTokens:
 class ContextDoor(WholeTokens):
     """The cut around ``model``, by ``plan``, over the processes of ``groups.context``.
 
-    ``exchange`` is the way of attention (``EXCHANGES``). The model's forward is replaced on the
-    instance.
+    ``exchange`` is the way of attention (``EXCHANGES``). ``pads`` fills sequences up to a length
+    that divides. The model's forward is replaced on the instance.
     """
 
-    def __init__(self, model: nn.Module, plan: ContextPlan, groups: Groups, exchange: str) -> None:
+    def __init__(
+        self, model: nn.Module, plan: ContextPlan, groups: Groups, exchange: str, *, pads: bool
+    ) -> None:
         self.model = model
         self.plan = plan
         self.comm = comm = groups.context
         self._tensor, self._everybody = groups.tensor, groups.whole
         self._exchange = EXCHANGES[exchange]
+        self._pads = pads
         self._forward = model.forward
         self._signature = inspect.signature(self._forward)
         self._takes = frozenset(parameters_of(model))
@@ -80,7 +85,7 @@ class ContextDoor(WholeTokens):
         self._is_of_transformers = masks.is_of_transformers(model)
         self._forwards = {True: 0, False: 0}
         self._seen: ForwardFindings | None = None
-        self._within: Attending | None = None
+        self._is_within = False
         self._last: Attending | None = None
         self.summary = _summarise(plan, exchange, comm.size, parameters_of(model))
 
@@ -93,32 +98,34 @@ class ContextDoor(WholeTokens):
     # -- a call -----------------------------------------------------------------------------------
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if self._within is not None:  # the model calls itself
+        if self._is_within:  # the model calls itself
             return self._forward(*args, **kwargs)
         given = read_arguments(self._name, self._signature, self.plan, args, kwargs)
         given.values.update(self._settings(given))
-        self._check_length(given.tokens)
         training = self.model.training
         self._forwards[training] += 1
         if self._seen is None or self._forwards[training] in DUE_FORWARDS:
             self._watch(given)
         assert self._seen is not None
-        share = TokenShare(self.comm.rank, self.comm.size, self._is_balanced)
-        if given.tokens % share.chunks:
-            raise _does_not_divide(given.tokens, share.chunks, self.comm.size)
-        values = self._cut(given, share)
-        self._within = self._last = Attending(self._exchange, self.comm, share, given.tokens)
-        try:
-            with self._within:
-                output = self._forward(**values)
-        finally:
-            self._within = None
+        share = TokenShare(self.comm.rank, self.comm.size, self._seen.is_causal)
+        filled = self._find_length(given.tokens, share)
+        values = self._cut(given, share, filled)
+        self._last = Attending(self._exchange, self.comm, share, filled, drawn=given.tokens)
+        with self._inside(), self._last:
+            output = self._forward(**values)
         sums = given.values.get(TARGETS) is not None
-        return tree_map(functools.partial(self._join, share, given.tokens, sums), output)
+        joined = tree_map(functools.partial(self._join, share, filled, sums), output)
+        if filled == given.tokens:
+            return joined
+        return tree_map(functools.partial(_cut_off, given.tokens), joined)
 
-    @property
-    def _is_balanced(self) -> bool:
-        return self._seen is None or self._seen.is_causal
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
 
     def _settings(self, given: TokenArguments) -> dict[str, Any]:
         """What a model is called with beside: where its tokens stand is filled in by the cut."""
@@ -132,20 +139,43 @@ class ContextDoor(WholeTokens):
             return {"use_cache": False}  # it is for generating
         return {}
 
-    def _check_length(self, tokens: int) -> None:
-        if tokens % self.comm.size:
-            chunks = TokenShare(0, self.comm.size, self._is_balanced).chunks
-            raise _does_not_divide(tokens, chunks, self.comm.size)
+    def _find_length(self, tokens: int, share: TokenShare) -> int:
+        """How many tokens a sequence of so many is filled up to.
 
-    def _cut(self, given: TokenArguments, share: TokenShare) -> dict[str, Any]:
-        values = dict(given.values)
+        Raises:
+            ConfigError: it does not divide, and is not to be filled up.
+            Unsupported: what it is filled up with would be seen.
+        """
+        assert self._seen is not None
+        if tokens % share.chunks == 0:
+            return tokens
+        if not self._pads:
+            raise _does_not_divide(tokens, share.chunks, self.comm.size)
+        if self._seen.is_full and not self._is_of_transformers:
+            raise Unsupported(
+                "strategy.pad=true fills sequences up behind their end, where a causal mask hides "
+                f"it, and the attention of {self._name} is not causal",
+                fix=f"give sequences of a multiple of {share.chunks} tokens",
+            )
+        return tokens + -tokens % share.chunks
+
+    def _cut(self, given: TokenArguments, share: TokenShare, filled: int) -> dict[str, Any]:
+        assert self._seen is not None
+        values, causal = dict(given.values), self._seen.is_causal
         for name, dim in given.dims.items():
-            values[name] = share.take_own(values[name], dim)
-        places = share.places(given.tokens, given.device)
+            fill = IGNORED if name == TARGETS else 0
+            values[name] = share.take_own(fill_up(values[name], dim, filled, fill=fill), dim)
         if self._is_of_transformers:
-            whole = masks.mask_whole(given)
-            causal = self._seen is not None and self._seen.is_causal
-            values["attention_mask"] = masks.cut_mask(whole, given, share, is_causal=causal)
+            seen = masks.mask_whole(given, filled, is_causal=causal)
+            if seen is not None and causal and self._seen.is_full:
+                raise Unsupported(
+                    f"mesh.cp: some attention of {self._name} is causal and some is not, and a "
+                    "batch has padding",
+                    fix="set mesh.cp=1, or give batches without padding",
+                )
+            mask = masks.cut_mask(seen, given, share, filled, is_causal=causal)
+            values["attention_mask"] = mask
+        places = share.places(filled, given.device).clamp(max=given.tokens - 1)
         return self._tell_places(values, places)
 
     def _tell_places(self, values: dict[str, Any], places: Tensor) -> dict[str, Any]:
@@ -172,14 +202,13 @@ class ContextDoor(WholeTokens):
     # -- what is looked for -----------------------------------------------------------------------
 
     def _watch(self, given: TokenArguments) -> None:
-        """Runs the model once more, on a few tokens of a few samples."""
-        share = TokenShare(self.comm.rank, self.comm.size, False)
-        few = min(MOST_TOKENS, given.tokens // self.comm.size)
+        """Runs the model once more, on the first tokens of a few samples, the same everywhere."""
+        few = min(MOST_TOKENS, given.tokens)
         values = {name: v for name, v in given.values.items() if name != TARGETS}
         dims = {name: dim for name, dim in given.dims.items() if name != TARGETS}
         alone = all(name in given.dims for name, v in given.values.items() if _has_tensors(v))
         for name, dim in dims.items():
-            values[name] = share.take_own(values[name], dim).narrow(dim, 0, few)
+            values[name] = values[name].narrow(dim, 0, few)
             if dim and alone:
                 values[name] = values[name][:MOST_SAMPLES]
         if self._is_of_transformers:
@@ -189,28 +218,34 @@ class ContextDoor(WholeTokens):
             values["attention_mask"] = values[name].new_ones(
                 (values[name].shape[0], few), dtype=torch.int64
             )
-        places = share.places(given.tokens, given.device)[:few]
-        values = self._tell_places(values, places)
+        values = self._tell_places(values, torch.arange(few, device=given.device))
         for name in PLACES:
             if isinstance(values.get(name), Tensor):
                 dims[name] = self.plan.dims[name] or 0
         names = {module: name for name, module in self.model.named_modules()}
-        self._within = Attending(self._exchange, self.comm, share, given.tokens)
-        seen, error = ForwardFindings(False, False), None
+        seen, error = ForwardFindings(False, False, False), None
         try:
-            seen = watch_tokens(
-                self.model,
-                self._forward,
-                values,
-                dims,
-                names=lambda module: names.get(module, ""),
-                device=given.device,
-                comm=self._tensor,
-            )
-        except Unsupported as refused:  # by its numbers, which other processes have not
+            with self._inside():
+                seen = watch_tokens(
+                    self.model,
+                    self._forward,
+                    values,
+                    dims,
+                    names=lambda module: names.get(module, ""),
+                    device=given.device,
+                    comm=self._tensor,
+                )
+        except Unsupported as refused:
             error = refused
+        except (RuntimeError, ValueError, IndexError) as failed:
+            if few == given.tokens:
+                raise
+            error = Unsupported(
+                f"mesh.cp: {self._name} does not run on {few} of {given.tokens} tokens "
+                f"({str(failed).splitlines()[0]}), as one with a layer over all of them does not",
+                fix="set mesh.cp=1",
+            )
         finally:
-            self._within = None
             forget_order(self.model)
         for told in self._everybody.all_gather_object(error):
             if told is not None:
@@ -241,23 +276,56 @@ class ContextDoor(WholeTokens):
         """Around a forward and a loss.
 
         Raises:
-            Unsupported: the task calls a module with parameters apart from the model's forward.
+            Unsupported: the task calls a module with parameters apart from the model's forward, or
+                reads one that is whole on every process.
         """
         names = {m: name for name, m in self.model.named_modules() if m is not self.model}
 
         def check(module: nn.Module, _: Any) -> None:
-            if self._within is None and module in names and _has_parameters(module):
+            if not self._is_within and module in names and _has_parameters(module):
                 raise Unsupported(
                     f"mesh.cp: the task calls {names[module]!r} apart from the model's forward, on "
                     "all tokens on each process, so that its gradient would count several times",
                     fix="call it within the model's forward, or set mesh.cp=1",
                 )
 
+        whole = {
+            id(p): name for name, p in self.model.named_parameters() if not hasattr(p, "placements")
+        }
         handle = nn.modules.module.register_module_forward_pre_hook(check)
         try:
-            yield
+            with _ReadsApart(whole, lambda: self._is_within):
+                yield
         finally:
             handle.remove()
+
+
+class _ReadsApart(TorchFunctionMode):
+    """Refuses what is computed from ``whole`` parameters, by ``id``, unless ``is_within`` the
+    model's forward: every process would add their whole gradient."""
+
+    def __init__(self, whole: Mapping[int, str], is_within: Callable[[], bool]) -> None:
+        super().__init__()
+        self._whole = whole
+        self._is_within = is_within
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._is_within() and getattr(func, "__name__", "") not in ("__get__", "__set__"):
+            for leaf in args:
+                if id(leaf) in self._whole:
+                    raise Unsupported(
+                        f"mesh.cp: the task reads the parameter {self._whole[id(leaf)]!r} apart "
+                        "from the model's forward, so that its gradient would count several times",
+                        fix="use it within the model's forward, or set mesh.cp=1",
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+def _cut_off(tokens: int, leaf: Any) -> Any:
+    has_them = isinstance(leaf, Tensor) and leaf.dim() > 1
+    return leaf.narrow(1, 0, tokens) if has_them else leaf
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -275,7 +343,8 @@ def _does_not_divide(tokens: int, chunks: int, cp: int) -> ConfigError:
     return ConfigError(
         f"mesh.cp={cp} cuts a sequence into {chunks} chunks of one size{each}, and {tokens} tokens "
         "do not divide",
-        fix=f"the nearest length that does is {near} (data.context), or pad batches to it",
+        fix=f"the nearest length that does is {near} (data.context); or set strategy.pad=true, "
+        "which fills up what a causal mask hides",
         tokens=tokens,
     )
 

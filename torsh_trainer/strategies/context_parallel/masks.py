@@ -55,9 +55,26 @@ def refuse_attention(model: nn.Module) -> None:
         )
 
 
-def mask_whole(given: TokenArguments) -> Tensor | None:
+def mask_whole(given: TokenArguments, filled: int, *, is_causal: bool) -> Tensor | None:
     """Which pairs of tokens one process would not mask for another reason than being later, bool
-    (batch or 1, 1, tokens or 1, tokens); None: all."""
+    (batch or 1, 1, tokens or 1, tokens); None: all.
+
+    ``filled`` are the tokens that sequences are filled up to, which none of theirs sees.
+    """
+    more = filled - given.tokens
+    seen = _mask_given(given)
+    if more == 0:
+        return seen
+    if seen is None:
+        if is_causal:
+            return None  # they are later than all others
+        seen = torch.ones((1, 1, 1, given.tokens), dtype=torch.bool, device=given.device)
+    if seen.shape[-2] > 1:  # a row each
+        seen = torch.nn.functional.pad(seen, (0, 0, 0, more), value=True)
+    return torch.nn.functional.pad(seen, (0, more), value=is_causal)
+
+
+def _mask_given(given: TokenArguments) -> Tensor | None:
     mask, places = given.values.get(_MASK), given.values.get(_PLACES)
     if mask is not None:
         if mask.dim() != 2:
@@ -79,11 +96,16 @@ def mask_whole(given: TokenArguments) -> Tensor | None:
 
 
 def cut_mask(
-    whole: Tensor | None, given: TokenArguments, share: TokenShare, *, is_causal: bool
+    whole: Tensor | None,
+    given: TokenArguments,
+    share: TokenShare,
+    filled: int,
+    *,
+    is_causal: bool,
 ) -> Tensor:
     """What such a model is given as ``attention_mask``: (batch, own tokens) of ones, or (batch, 1,
     own tokens, tokens) bool."""
-    rows = share.places(given.tokens, given.device)
+    rows = share.places(filled, given.device)
     if whole is None:
         batch = next(iter(given.dims))
         return rows.new_ones((given.values[batch].shape[0], len(rows)))
@@ -91,5 +113,5 @@ def cut_mask(
     if whole.shape[-2] > 1:
         seen = share.take_own(whole, whole.dim() - 2)
     if is_causal:
-        seen = seen & (torch.arange(given.tokens, device=given.device) <= rows.unsqueeze(1))
+        seen = seen & (torch.arange(filled, device=given.device) <= rows.unsqueeze(1))
     return seen.expand(-1, -1, len(rows), -1)

@@ -14,6 +14,15 @@ import torch
 from torch import Tensor
 
 
+def fill_up(tensor: Tensor, dim: int, tokens: int, *, fill: float) -> Tensor:
+    """``tensor``, with so many tokens along ``dim``; those that it lacks are ``fill``."""
+    lacks = tokens - tensor.shape[dim]
+    if not lacks:
+        return tensor
+    shape = [lacks if d == dim else size for d, size in enumerate(tensor.shape)]
+    return torch.cat([tensor, tensor.new_full(shape, fill)], dim)
+
+
 @dataclass(frozen=True)
 class TokenShare:
     """What process ``rank`` of ``size`` has of a sequence: two chunks of ``2 size`` where it is

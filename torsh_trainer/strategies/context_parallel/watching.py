@@ -57,9 +57,10 @@ _DIFFER = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 0.05, torch.
 
 
 class ForwardFindings(NamedTuple):
-    """What was found out: whether an attention is causal, and of whether there was any."""
+    """What was found out: whether some attention is causal, some is not, and there is any."""
 
     is_causal: bool
+    is_full: bool
     attends: bool
 
 
@@ -109,7 +110,7 @@ def watch_tokens(
                     buffer.copy_(before)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-    return ForwardFindings(follow.is_causal, follow.attends)
+    return ForwardFindings(follow.is_causal, follow.is_full, follow.attends)
 
 
 @contextlib.contextmanager
@@ -175,8 +176,7 @@ class _Follow(InsteadOfAttention):
         self._half = half
         self._names = names
         self._generators = generators
-        self.is_causal = False
-        self.attends = False
+        self.is_causal = self.is_full = self.attends = False
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         what = getattr(func, "__name__", "")
@@ -267,6 +267,7 @@ class _Follow(InsteadOfAttention):
 
     def _note(self, call: AttentionCall) -> AttentionCall:
         self.is_causal |= call.is_causal
+        self.is_full |= not call.is_causal
         self.attends = True
         tokens = self._half.numel()
         lengths = call.query.shape[-2], call.key.shape[-2]
