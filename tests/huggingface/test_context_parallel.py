@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.huggingface.small_models import GPT2, LLAMA
+from tests.huggingface.small_models import BERT, GPT2, LLAMA
 from tests.huggingface.steps import Kind, check_step, refusal
 from torsh_trainer.mesh import MeshOptions
 from torsh_trainer.strategies.parallel import Parallel
@@ -62,6 +62,12 @@ SIX = {
 @pytest.mark.parametrize("name", SIX)
 def test_a_batch_is_filled_up_to_a_length_that_divides(name: str) -> None:
     check_step(LLAMA_KIND, SIX[name], CP, Parallel(pad=True))
+
+
+def test_an_encoder_sees_all_tokens_but_those_that_are_filled_in() -> None:
+    for batch in (WHOLE, PADDED):
+        check_step(("bert", BERT, False), batch, CP, GATHER)
+    check_step(("bert", BERT, False), SIX["padded"], MeshOptions(cp=4), Parallel(pad=True), ranks=4)
 
 
 def test_keys_of_fewer_heads_than_queries_travel_in_every_way() -> None:

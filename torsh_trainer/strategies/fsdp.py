@@ -408,7 +408,10 @@ class FSDPEngine(NativeEngine):
         reads = ShardReadGuard(self._names) if self._watches else contextlib.nullcontext()
         calls = self._door.watch_calls() if self._looks else contextlib.nullcontext()
         with reads, calls:
-            return super()._forward(batch, task)
+            loss = super()._forward(batch, task)
+        if self._looks:
+            self._door.check_loss(loss)
+        return loss
 
     def _backpropagate(self, loss: Tensor, factor: float) -> None:
         with self._door.in_backward():

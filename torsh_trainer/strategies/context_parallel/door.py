@@ -45,6 +45,8 @@ from torsh_trainer.strategies.units import forget_order
 from torsh_trainer.strategies.writes import DUE_FORWARDS
 from torsh_trainer.tasks.chunked_loss import IGNORED
 
+_SAME_LOSS = 1e-5
+"""By what part of it a loss may differ between processes that compute it from the same outputs."""
 log = logging.getLogger(__name__)
 
 
@@ -60,6 +62,9 @@ class WholeTokens:
     def watch_calls(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward and a loss that are looked at."""
         return contextlib.nullcontext()
+
+    def check_loss(self, loss: Any) -> None:
+        """Of a loss that is looked at, before its backward."""
 
 
 class ContextDoor(WholeTokens):
@@ -113,7 +118,7 @@ class ContextDoor(WholeTokens):
         self._last = Attending(self._exchange, self.comm, share, filled, drawn=given.tokens)
         with self._inside(), self._last:
             output = self._forward(**values)
-        sums = given.values.get(TARGETS) is not None
+        sums = given.values.get(TARGETS) is not None and isinstance(output, Tensor)
         joined = tree_map(functools.partial(self._join, share, filled, sums), output)
         if filled == given.tokens:
             return joined
@@ -270,6 +275,22 @@ class ContextDoor(WholeTokens):
 
     def in_backward(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._last is None else self._last
+
+    def check_loss(self, loss: Any) -> None:
+        """Collective over the processes with the same samples.
+
+        Raises:
+            Unsupported: they have other losses, of the same outputs.
+        """
+        mine = float(loss.detach()) if isinstance(loss, Tensor) and loss.numel() == 1 else 0.0
+        told = self.comm.all_gather_object(mine)
+        if any(abs(one - told[0]) > _SAME_LOSS * abs(told[0]) for one in told):
+            raise Unsupported(
+                f"mesh.cp: task.loss gives {mine:.6g} on a process, and {told[0]:.6g} on another "
+                "with the same samples: it reads something that the model has computed of some of "
+                "the tokens and does not give",
+                fix="have the model give it for each token, or set mesh.cp=1",
+            )
 
     @contextlib.contextmanager
     def watch_calls(self) -> Iterator[None]:
