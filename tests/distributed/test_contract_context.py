@@ -15,6 +15,7 @@ REFUSES = {"buffers": OF_ALL_TOKENS, "sync_batchnorm": OF_ALL_TOKENS}
 
 class OverTwo(StrategyContract):
     context_parallel = 2
+    length = 8
     tolerances = OF_CUT_LAYERS
     refuses = REFUSES
     world_sizes = (1,)
@@ -61,6 +62,7 @@ def test_four_parts_of_cut_layers_equal_plain_pytorch_on_eight_processes() -> No
         strategy = Parallel(wrap_min_bytes=0)
         tensor_parallel = 2
         context_parallel = 4
+        length = 16
 
     Suite().test_adamw_with_clipping_and_a_schedule_equals_plain_pytorch(1)
     Suite().test_three_steps_of_sgd_equal_plain_pytorch(1)

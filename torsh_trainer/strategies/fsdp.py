@@ -230,7 +230,15 @@ class FSDP(UnusedKnobs, Strategy):
     def _cut_layers(
         self, model: nn.Module, job: Job, groups: Groups, hooks: Hooks, stages: Any
     ) -> CutLayers:
-        return cut_layers(model, job, groups, self, table=self.plan, hooked=hooks)
+        return cut_layers(
+            model, job, groups, self, table=self.plan, hooked=hooks,
+            splits_tokens=self._splits_tokens,
+        )  # fmt: skip
+
+    @property
+    def _splits_tokens(self) -> bool:
+        """Whether tokens are cut between pairs of layers."""
+        return False
 
     def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         if self.wrap_modules:

@@ -16,7 +16,7 @@ from torsh_trainer.strategies import modules
 from torsh_trainer.strategies.base import Engine, Job
 from torsh_trainer.strategies.context_parallel.door import ContextDoor, WholeTokens
 from torsh_trainer.strategies.context_parallel.exchanges import EXCHANGES
-from torsh_trainer.strategies.context_parallel.masks import refuse_attention
+from torsh_trainer.strategies.context_parallel.masks import is_of_transformers, refuse_attention
 from torsh_trainer.strategies.context_parallel.plan import find_context_plan
 from torsh_trainer.strategies.fsdp import FSDP
 from torsh_trainer.strategies.parameter_hooks import Hooks
@@ -42,6 +42,7 @@ class Parallel(FSDP):
     ``ring`` or ``alltoall``. ``context_plan`` says by name along which dimension an argument of the
     model has tokens, None for one without; empty takes that of the task or of the model, beside the
     usual names. ``pad`` fills sequences up to a length that ``mesh.cp`` divides, behind their end.
+    ``sequence_parallel`` gives each process of ``mesh.tp`` its tokens between pairs of layers.
 
     The axis of a model that is still to come (``ep``) will be its own.
     """
@@ -55,6 +56,7 @@ class Parallel(FSDP):
     context_exchange: str = "gather"
     context_plan: Mapping[str, int | None] = field(default_factory=dict, hash=False)
     pad: bool = False
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +69,15 @@ class Parallel(FSDP):
 
     def prepare(self, job: Job, comm: Communicator) -> Engine:
         mesh = job.groups.mesh if job.groups else None
+        if self.sequence_parallel:
+            tp, pp = (1, 1) if mesh is None else (mesh.tp, mesh.pp)
+            if tp == 1:
+                raise ConfigError(
+                    "strategy.sequence_parallel=true cuts tokens over the processes that share "
+                    "layers, and mesh.tp is 1",
+                    fix="set mesh.tp=2 or more, or mesh.cp, which cuts them everywhere",
+                )
+            refuse_beside(job, self, {f"mesh.pp={pp}": pp > 1}, axis="tp")
         if mesh is not None and mesh.cp > 1:
             knobs = ("cpu_offload", "gather_in_compute_dtype")
             asked = {f"strategy.{knob}=true": getattr(self, knob) for knob in knobs}
@@ -120,12 +131,25 @@ class Parallel(FSDP):
         )
 
     def _cut_sequences(self, model: nn.Module, job: Job, groups: Groups) -> WholeTokens:
-        if groups.mesh.cp == 1:
+        if groups.mesh.cp == 1 and not self.sequence_parallel:
             return super()._cut_sequences(model, job, groups)
         check_alike(model, groups.stage)
         refuse_attention(model)
         plan = find_context_plan(model, job.task, self.context_plan, groups.mesh)
-        return ContextDoor(model, plan, groups, self.context_exchange, pads=self.pad)
+        if self.sequence_parallel and is_of_transformers(model):
+            raise self.refuse(
+                "strategy.sequence_parallel=true with a model of transformers, which counts places "
+                "by the embeddings that it has",
+                use="set strategy.sequence_parallel=false, or use mesh.cp",
+            )
+        return ContextDoor(
+            model, plan, groups, self.context_exchange,
+            pads=self.pad, splits_layers=self.sequence_parallel,
+        )  # fmt: skip
+
+    @property
+    def _splits_tokens(self) -> bool:
+        return self.sequence_parallel
 
     def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         units = super()._units(model, stages)

@@ -87,7 +87,8 @@ class StrategyContract:
     With ``model_replicate`` so many processes stand in the place of each of ``world_sizes``, and
     compute the same thing on the same samples; with ``tensor_parallel`` they share each layer, with
     ``pipeline_parallel`` they have the layers in turn, with ``context_parallel`` each has a part of
-    every sequence. ``model`` is what the tiny model has in all rules.
+    every sequence. ``model`` is what the tiny model has in all rules, ``length`` how many tokens a
+    sample has (None: an odd number).
 
     With ``variant`` the class tries other knobs of a strategy that has a class of its own. A suite
     that holds every promise once runs all rules for a strategy on two processes (or on its first
@@ -109,6 +110,7 @@ class StrategyContract:
     pipeline_parallel: ClassVar[int] = 1
     context_parallel: ClassVar[int] = 1
     model: ClassVar[TinyModelOptions] = TinyModelOptions()
+    length: ClassVar[int | None] = None
     variant: ClassVar[bool] = False
     rules_of_a_variant: ClassVar[frozenset[str]] = frozenset()
 
@@ -445,9 +447,7 @@ class StrategyContract:
     def _cut(self, scenario: Scenario) -> Scenario:
         accumulate = scenario.data.accumulate * self.micro_batches
         model = replace(scenario.model, attention=self.model.attention)
-        length = scenario.data.length
-        if self.context_parallel > 1:  # which sequences divide by
-            length = 4 * self.context_parallel
+        length = scenario.data.length if self.length is None else self.length
         data = replace(scenario.data, accumulate=accumulate, length=length)
         return replace(scenario, data=data, model=model)
 

@@ -147,6 +147,16 @@ class TinyModel(nn.Module):
             plan |= {"experts.0": "colwise_gather", "experts.1": "rowwise"}
         return plan
 
+    def sequence_plan(self) -> dict[str, Any]:
+        """Where it is another one while each process has some of the tokens."""
+        return {
+            "embedding": "replicate_split",
+            "head": "replicate",
+            "blocks.*.linear": "replicate_sum",
+            "experts.*": "replicate_sum",
+            "unused": "replicate_sum",
+        }
+
 
 class TinyTask(Task):
     """Cross-entropy over the tokens that count; the optimizer is sgd, adamw, or two of sgd.

@@ -96,7 +96,8 @@ class Attending(InsteadOfAttention):
     """Within, a forward of ``tokens`` in all, of which this process has its ``share``.
 
     ``exchange`` computes attention over ``comm``. One process would draw for ``drawn`` tokens, all
-    but those that a sequence was filled up with.
+    but those that a sequence was filled up with. Between pairs of layers a process has its share
+    ``layers`` of these tokens.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Attending(InsteadOfAttention):
         tokens: int,
         *,
         drawn: int,
+        layers: TokenShare,
     ) -> None:
         super().__init__()
         self._exchange = exchange
@@ -114,6 +116,7 @@ class Attending(InsteadOfAttention):
         self._share = share
         self._tokens = tokens
         self._drawn = drawn
+        self._layers = layers
         self._own = tokens // share.size
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -122,6 +125,9 @@ class Attending(InsteadOfAttention):
         return func(*args, **kwargs)
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self._share.size == 1:
+            whole: Tensor = SCALED_DOT_PRODUCT(*args, **kwargs)
+            return whole
         call = read_call(*args, **kwargs)
         lengths = call.query.shape[-2], call.key.shape[-2]
         if lengths != (self._own, self._own):
@@ -150,10 +156,12 @@ class Attending(InsteadOfAttention):
 
     def _drop(self, input: Tensor, p: float) -> Tensor:
         """``input`` times what one process would draw for all tokens."""
-        if input.dim() < 3 or input.shape[1] != self._own:
+        between = self._own // self._layers.size
+        if input.dim() < 3 or input.shape[1] not in (self._own, between):
             raise _refuse_dropout(input)
         whole = F.dropout(input.new_ones((input.shape[0], self._drawn, *input.shape[2:])), p, True)
-        return input * self._share.take_own(fill_up(whole, 1, self._tokens, fill=1.0), 1)
+        own = self._share.take_own(fill_up(whole, 1, self._tokens, fill=1.0), 1)
+        return input * (own if input.shape[1] == self._own else self._layers.take_own(own, 1))
 
 
 DROPOUTS = frozenset([F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d,

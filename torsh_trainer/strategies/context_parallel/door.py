@@ -45,6 +45,7 @@ from torsh_trainer.strategies.units import forget_order
 from torsh_trainer.strategies.writes import DUE_FORWARDS
 from torsh_trainer.tasks.chunked_loss import IGNORED
 
+_ALL = TokenShare(0, 1, balanced=False)
 _SAME_LOSS = 1e-5
 """By what part of it a loss may differ between processes that compute it from the same outputs."""
 log = logging.getLogger(__name__)
@@ -75,7 +76,14 @@ class ContextDoor(WholeTokens):
     """
 
     def __init__(
-        self, model: nn.Module, plan: ContextPlan, groups: Groups, exchange: str, *, pads: bool
+        self,
+        model: nn.Module,
+        plan: ContextPlan,
+        groups: Groups,
+        exchange: str,
+        *,
+        pads: bool,
+        splits_layers: bool,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -83,6 +91,11 @@ class ContextDoor(WholeTokens):
         self._tensor, self._everybody = groups.tensor, groups.whole
         self._exchange = EXCHANGES[exchange]
         self._pads = pads
+        self._layers = (
+            TokenShare(groups.tensor.rank, groups.tensor.size, balanced=False)
+            if splits_layers
+            else _ALL
+        )
         self._forward = model.forward
         self._signature = inspect.signature(self._forward)
         self._takes = frozenset(parameters_of(model))
@@ -92,7 +105,9 @@ class ContextDoor(WholeTokens):
         self._seen: ForwardFindings | None = None
         self._is_within = False
         self._last: Attending | None = None
-        self.summary = _summarise(plan, exchange, comm.size, parameters_of(model))
+        self.summary = ""
+        if comm.size > 1:
+            self.summary = _summarise(plan, exchange, comm.size, parameters_of(model))
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -112,10 +127,13 @@ class ContextDoor(WholeTokens):
         if self._seen is None or self._forwards[training] in DUE_FORWARDS:
             self._watch(given)
         assert self._seen is not None
-        share = TokenShare(self.comm.rank, self.comm.size, self._seen.is_causal)
+        balanced = self._seen.is_causal and self.comm.size > 1
+        share = TokenShare(self.comm.rank, self.comm.size, balanced)
         filled = self._find_length(given.tokens, share)
         values = self._cut(given, share, filled)
-        self._last = Attending(self._exchange, self.comm, share, filled, drawn=given.tokens)
+        self._last = Attending(
+            self._exchange, self.comm, share, filled, drawn=given.tokens, layers=self._layers
+        )
         with self._inside(), self._last:
             output = self._forward(**values)
         sums = given.values.get(TARGETS) is not None and isinstance(output, Tensor)
@@ -209,6 +227,7 @@ class ContextDoor(WholeTokens):
     def _watch(self, given: TokenArguments) -> None:
         """Runs the model once more, on the first tokens of a few samples, the same everywhere."""
         few = min(MOST_TOKENS, given.tokens)
+        few = max(1, few // self._layers.size) * self._layers.size
         values = {name: v for name, v in given.values.items() if name != TARGETS}
         dims = {name: dim for name, dim in given.dims.items() if name != TARGETS}
         alone = all(name in given.dims for name, v in given.values.items() if _has_tensors(v))
@@ -239,6 +258,7 @@ class ContextDoor(WholeTokens):
                     names=lambda module: names.get(module, ""),
                     device=given.device,
                     comm=self._tensor,
+                    layers=self._layers,
                 )
         except Unsupported as refused:
             error = refused
@@ -252,12 +272,15 @@ class ContextDoor(WholeTokens):
             )
         finally:
             forget_order(self.model)
+        if error is not None and self.comm.size == 1:
+            error = _say_of_layers(error)
         for told in self._everybody.all_gather_object(error):
             if told is not None:
                 raise told
         if self._seen is None:
             self._seen = seen
-            self._tell(given.tokens)
+            if self.comm.size > 1:
+                self._tell(given.tokens)
 
     def _tell(self, tokens: int) -> None:
         assert self._seen is not None
@@ -342,6 +365,14 @@ class _ReadsApart(TorchFunctionMode):
                         fix="use it within the model's forward, or set mesh.cp=1",
                     )
         return func(*args, **(kwargs or {}))
+
+
+def _say_of_layers(error: Unsupported) -> Unsupported:
+    """``error``, where tokens are cut between pairs of layers alone."""
+    words = error.sentence.replace("mesh.cp", "strategy.sequence_parallel")
+    return Unsupported(
+        words, fix=error.fix.replace("mesh.cp=1", "strategy.sequence_parallel=false")
+    )
 
 
 def _cut_off(tokens: int, leaf: Any) -> Any:

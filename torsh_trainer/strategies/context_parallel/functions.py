@@ -25,6 +25,18 @@ def join_tokens(tensor: Tensor, comm: Communicator, share: TokenShare, dim: int)
     return whole
 
 
+def scatter_sum(tensor: Tensor, comm: Communicator, share: TokenShare, dim: int) -> Tensor:
+    """This member's tokens, along ``dim``, of the sum of all members' ``tensor``."""
+    own: Tensor = _Scatter.apply(tensor, comm, share, dim)
+    return own
+
+
+def split_tokens(tensor: Tensor, comm: Communicator, share: TokenShare, dim: int) -> Tensor:
+    """This member's tokens, along ``dim``, of what is the same on all members."""
+    own: Tensor = _Split.apply(tensor, comm, share, dim)
+    return own
+
+
 def tokens_to_heads(tensor: Tensor, comm: Communicator, share: TokenShare) -> Tensor:
     """(..., heads, own tokens, n) -> (..., heads / members, all tokens, n)."""
     swapped: Tensor = _Swap.apply(tensor, comm, share, True)
@@ -43,7 +55,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, tensor: Tensor, comm: Communicator, share: TokenShare, dim: int, sums: bool
     ) -> Tensor:
         ctx.comm, ctx.share, ctx.dim, ctx.sums = comm, share, dim, sums
-        return share.join(comm.all_gather(tensor.contiguous()), dim)
+        return _join_all(tensor, comm, share, dim)
 
     @staticmethod
     @once_differentiable
@@ -54,6 +66,41 @@ class _Gather(torch.autograd.Function):
             own = torch.empty_like(own)
             ctx.comm.reduce_scatter(own, parts)
         return own, None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, comm: Communicator, share: TokenShare, dim: int
+    ) -> Tensor:
+        ctx.comm, ctx.share, ctx.dim = comm, share, dim
+        parts = share.divide(tensor.detach(), dim)
+        own = torch.empty_like(parts[comm.rank])
+        comm.reduce_scatter(own, parts)
+        return own
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _join_all(gradient, ctx.comm, ctx.share, ctx.dim), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, comm: Communicator, share: TokenShare, dim: int
+    ) -> Tensor:
+        ctx.comm, ctx.share, ctx.dim = comm, share, dim
+        return share.take_own(tensor.detach(), dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _join_all(gradient, ctx.comm, ctx.share, ctx.dim), None, None, None
+
+
+def _join_all(tensor: Tensor, comm: Communicator, share: TokenShare, dim: int) -> Tensor:
+    return share.join(comm.all_gather(tensor.contiguous()), dim)
 
 
 class _Swap(torch.autograd.Function):

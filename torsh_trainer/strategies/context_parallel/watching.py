@@ -30,6 +30,7 @@ from torsh_trainer.strategies.context_parallel.attending import (
     read_call,
 )
 from torsh_trainer.strategies.context_parallel.exchanges import AttentionCall
+from torsh_trainer.strategies.context_parallel.shares import TokenShare
 
 MOST_TOKENS, MOST_SAMPLES = 16, 2
 """Of what is run once more."""
@@ -73,11 +74,13 @@ def watch_tokens(
     names: Callable[[nn.Module], str],
     device: torch.device,
     comm: Communicator,
+    layers: TokenShare,
 ) -> ForwardFindings:
     """Runs ``forward`` of ``model`` on ``values``, which have few tokens along ``dims``.
 
-    ``names`` gives a module's name, ``comm`` are processes that share layers. Buffers and
-    generators are afterwards as they were before.
+    ``names`` gives a module's name, ``comm`` are processes that share layers, between which this
+    one has its share ``layers`` of the tokens. Buffers and generators are afterwards as they were
+    before.
 
     Raises:
         Unsupported: something outside of attention depends on other tokens, or on how many there
@@ -93,7 +96,7 @@ def watch_tokens(
     generators = forward_generators(device)
     states = [generator.get_state() for generator in generators]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    follow = _Follow(half, names, generators)
+    follow = _Follow(half, names, generators, layers)
     caches = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # of weights without gradients, for a forward with them
     try:
@@ -117,7 +120,7 @@ def watch_tokens(
 def _follow_across(comm: Communicator) -> Iterator[None]:
     """Within, what ``comm`` gathers and sums has the twins that other members have."""
     one: Any = comm
-    gather, reduce = one.all_gather, one.all_reduce
+    gather, reduce, scatter = one.all_gather, one.all_reduce, one.reduce_scatter
 
     def gather_all(tensor: Tensor) -> list[Tensor]:
         twins = vars(tensor).get(_TWINS, ())
@@ -135,11 +138,21 @@ def _follow_across(comm: Communicator) -> Iterator[None]:
                 reduce(twin, **{**options, "async_op": False})
             return reduce(tensor, **options)
 
-    one.all_gather, one.all_reduce = gather_all, reduce_all
+    def reduce_scatter(output: Tensor, tensors: Sequence[Tensor], **options: Any) -> None:
+        known = [vars(tensor).get(_TWINS, ()) for tensor in tensors]
+        with torch._C.DisableTorchFunction():
+            scatter(output, tensors, **options)
+            twins = tuple(torch.empty_like(output) for _ in known[0])
+            for number, twin in enumerate(twins):
+                scatter(twin, [each[number] for each in known], **options)
+        if twins:
+            setattr(output, _TWINS, twins)
+
+    one.all_gather, one.all_reduce, one.reduce_scatter = gather_all, reduce_all, reduce_scatter
     try:
         yield
     finally:
-        del one.all_gather, one.all_reduce
+        del one.all_gather, one.all_reduce, one.reduce_scatter
 
 
 def _pick_half(tokens: int, device: torch.device) -> Tensor:
@@ -171,8 +184,10 @@ class _Follow(InsteadOfAttention):
         half: Tensor,
         names: Callable[[nn.Module], str],
         generators: Sequence[torch.Generator],
+        layers: TokenShare,
     ) -> None:
         super().__init__()
+        self._between = layers.take_own(half, 0)
         self._half = half
         self._names = names
         self._generators = generators
@@ -261,7 +276,8 @@ class _Follow(InsteadOfAttention):
         return found
 
     def _check_dropped(self, input: Tensor, p: float) -> Tensor:
-        if input.dim() < 3 or not _keeps_places(input, 1, self._half):
+        halves = self._half, self._between
+        if input.dim() < 3 or not any(_keeps_places(input, 1, half) for half in halves):
             raise self._refuse("a dropout", "does not have its tokens along dimension 1")
         return input
 
