@@ -101,6 +101,7 @@ def attend_alone(kind: str, heads: int, dtype: torch.dtype) -> list[Tensor]:
     return [output.detach(), *(t.grad for t in own if t.grad is not None)]
 
 
+@pytest.mark.matrix(9)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", ["causal", "full", "masked"])

@@ -40,7 +40,7 @@ MESHES: dict[str, tuple[int, MeshOptions]] = {
 }
 
 
-@pytest.mark.matrix(2)
+@pytest.mark.matrix(1)
 @pytest.mark.parametrize("kind", [SGD, CLIPPED, ADAMW], ids=["sgd", "clipped-chunked", "adamw"])
 @pytest.mark.parametrize("place", MESHES.values(), ids=MESHES)
 def test_a_run_equals_a_plain_loop(
@@ -51,6 +51,7 @@ def test_a_run_equals_a_plain_loop(
         check(outcome, kind)
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_without_it_and_the_other_way(tmp_path: Path) -> None:
     there, here = trainer(ADAMW, Single()), trainer(ADAMW, *ON_TWO)
     for number, (first, second) in enumerate([((1, there), (2, here)), ((2, here), (1, there))]):
