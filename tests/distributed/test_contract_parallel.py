@@ -8,6 +8,9 @@ from torsh_trainer.testing.compare import OF_CUT_LAYERS
 from torsh_trainer.testing.strategy import StrategyContract
 from torsh_trainer.testing.tiny import TinyModelOptions
 
+NORM = "a norm of batches is over tokens that other processes have"
+OF_ALL_TOKENS = {"buffers": NORM, "sync_batchnorm": NORM}
+
 
 class OverTwo(StrategyContract):
     tensor_parallel = 2
@@ -32,6 +35,16 @@ class TestTensorParallelOfShards(OverTwo):
     variant = True
     strategy = Parallel(wrap_min_bytes=0)
     world_sizes = (2,)
+    model = TinyModelOptions(attention=True)
+
+
+class TestSequenceParallel(OverTwo):
+    variant = True
+    strategy = Parallel(sequence_parallel=True)
+    for_branches = Parallel(sequence_parallel=True, find_unused_parameters=True)
+    refuses = OF_ALL_TOKENS
+    length = 8
+    world_sizes = (1,)
     model = TinyModelOptions(attention=True)
 
 

@@ -7,7 +7,7 @@ the largest element of a tensor (2^-24 of it).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
+from tests.distributed.small_gpt import (
+    ADAMW,
+    CLIPPED,
+    SGD,
+    WORDS,
+    Kind,
+    Words,
+    check,
+    moved_by,
+    plain,
+    refusal,
+    trainer,
+)
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.data.loading import Loading
 from torsh_trainer.mesh import Groups, MeshOptions
 from torsh_trainer.optim.optimizers import OptimizerSpec
 from torsh_trainer.strategies.base import (
     BatchPlan,
-    Clip,
     Job,
-    MicroBatch,
-    MicroBatchPlace,
     Strategy,
 )
 from torsh_trainer.strategies.ddp import DDP
@@ -37,16 +45,10 @@ from torsh_trainer.strategies.parallel import Parallel
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.strategies.tensor_parallel import layers
 from torsh_trainer.strategies.tensor_parallel.agreeing import WholeAlike
-from torsh_trainer.tasks.base import DataSource, Task
+from torsh_trainer.tasks.base import Task
 from torsh_trainer.tasks.models import GPT, MLP
-from torsh_trainer.testing.compare import U32
 from torsh_trainer.testing.ranks import shared_pool
-from torsh_trainer.testing.state import whole_state
-from torsh_trainer.testing.whole_runs import RunOutcome, run_on_rank
-from torsh_trainer.training.trainer import Trainer
-
-WORDS, LENGTH, STEPS, BATCH = 20, 6, 4, 4
-TOKENS = torch.randint(WORDS, (10, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+from torsh_trainer.testing.whole_runs import run_on_rank
 
 MESHES: dict[str, tuple[int, MeshOptions]] = {
     "tp=2": (2, MeshOptions(tp=2)),
@@ -55,122 +57,8 @@ MESHES: dict[str, tuple[int, MeshOptions]] = {
     "tp=4": (4, MeshOptions(tp=4)),
 }
 
-ALL_DATA, PARALLEL = MeshOptions(), Parallel()
+ON_TWO = Parallel(), MeshOptions(tp=2)
 run_saving_async = partial(run_on_rank, mode="async")
-
-
-class Source(DataSource):
-    """Two global batches of four and a tail of two."""
-
-    train = TensorDataset(TOKENS)
-    eval = TensorDataset(TOKENS[:5])
-    predict = TensorDataset(TOKENS[:5])
-
-
-class Words(Task):
-    """Next words, by a GPT whose vocabulary has rows that stand for none."""
-
-    data = Source()
-
-    def __init__(self, optimizer: OptimizerSpec, *, chunked: bool = False, dropout: float = 0.0):
-        self.optimizer = optimizer
-        self.chunked = chunked
-        self.dropout = dropout
-
-    def build_model(self) -> nn.Module:
-        torch.manual_seed(5)
-        made = GPT(vocab_size=WORDS - 1, context=8, layers=2, heads=4, width=12, vocab_multiple=4)
-        made.dropout.p = self.dropout
-        return made
-
-    def forward(self, model: nn.Module, batch: Any) -> Any:
-        inputs = batch[0][:, :-1].clamp(max=WORDS - 2)
-        return model(inputs, self.targets(batch)) if self.chunked else model(inputs)
-
-    def targets(self, batch: Any) -> Tensor:
-        return batch[0][:, 1:].clamp(max=WORDS - 2)
-
-    def predict(self, model: nn.Module, batch: Any) -> Tensor:
-        return model(batch[0][:, :-1].clamp(max=WORDS - 2))
-
-    def loss(self, outputs: Any, batch: Any) -> Tensor:
-        targets = self.targets(batch)
-        if outputs.dim() == 0:
-            return outputs / targets.numel()
-        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is asked of a run, and how far it may be from the plain loop: relative, and in units of
-    the largest element of a parameter."""
-
-    optimizer: OptimizerSpec
-    clip: float | None = None
-    chunked: bool = False
-    dropout: float = 0.0
-    relative: float = 64 * U32
-    parameters: float = 128 * U32
-
-    @property
-    def task(self) -> Words:
-        return Words(self.optimizer, chunked=self.chunked, dropout=self.dropout)
-
-
-# Sums over the width, over words and over samples in another order: each at most (n - 1) u of the
-# sum of their sizes, with n at most 80 here, and what cancels in them is small.
-SGD = Kind(OptimizerSpec("SGD", lr=0.5))
-CLIPPED = Kind(OptimizerSpec("SGD", lr=0.5, momentum=0.9), clip=0.5, chunked=True)
-# Adam divides by a gradient's own size: see docs/parallel.md, and testing/compare.py.
-ADAMW = Kind(OptimizerSpec("AdamW", lr=0.01, weight_decay=0.1), clip=0.5, relative=2e-4,
-             parameters=2e-2)  # fmt: skip
-
-
-def trainer(kind: Kind, strategy: Strategy, mesh: MeshOptions = ALL_DATA) -> Trainer:
-    return Trainer(
-        task=kind.task,
-        strategy=strategy,
-        mesh=mesh,
-        loading=Loading(batch_size=BATCH, shuffle=False, eval_batch_size=2),
-        max_steps=STEPS,
-        max_grad_norm=kind.clip,
-        log_every=1,
-        eval_every=2,
-        eval_every_epochs=None,
-        device="cpu",
-        log_level="error",
-    )
-
-
-def plain(kind: Kind) -> RunOutcome:
-    """The same training in one loop over whole batches."""
-    task = kind.task
-    model = task.build_model()
-    (made,) = kind.optimizer.build_all(model.named_parameters()).values()
-    outcome = RunOutcome()
-    batches = [TOKENS[start : start + BATCH] for start in range(0, len(TOKENS), BATCH)]
-    for step in range(1, STEPS + 1):
-        batch = (batches[(step - 1) % len(batches)],)
-        made.zero_grad()
-        loss = task.loss(task.forward(model, batch), batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(model.parameters(), kind.clip or 1e9)
-        made.step()
-        outcome.losses[step], outcome.norms[step] = loss.item(), float(norm)
-        if step % 2 == 0:
-            with torch.no_grad():
-                batch = (TOKENS[:5],)
-                outcome.predictions = task.predict(model, batch)
-                outcome.metrics[step] = task.loss(task.forward(model, batch), batch).item()
-    outcome.parameters = {name: p.detach() for name, p in model.state_dict().items()}
-    return outcome
-
-
-def check(outcome: RunOutcome, kind: Kind, *, first: int = 1) -> None:
-    """Every quantity that began at step ``first`` is that of the plain loop."""
-    outcome.assert_close(
-        plain(kind), relative=kind.relative, parameters=kind.parameters, first=first
-    )
 
 
 @pytest.mark.matrix(2)
@@ -261,68 +149,10 @@ def test_a_process_holds_its_part_of_both_meshes() -> None:
     assert sum(uncut) == 2 * rest, "what is whole on two processes is cut over the other two"
 
 
-# -- one step of an engine -------------------------------------------------------------------------
-
-
-def step(
-    comm: Communicator,
-    task: Task,
-    strategy: Strategy,
-    mesh: MeshOptions,
-    wrong: Callable[[], None] | None = None,
-    more: Mapping[str, Any] | None = None,
-) -> tuple[float, dict[str, Tensor]]:
-    """The loss of a step, and the parameters after it."""
-    if wrong is not None:
-        wrong()
-    strategy, made = divide(comm.world, strategy, mesh)
-    groups = Groups(made, comm)
-    batch = BatchPlan(4 * made.dp, 4, 1, made.dp)
-    job = Job(task=task, build_model=task.build_model, batch=batch, groups=groups, **(more or {}))
-    engine = strategy.prepare(job, groups.data)
-    micro = MicroBatch((TOKENS[:4],), 4.0, 1, MicroBatchPlace(0, 1))
-    engine.zero_grad()
-    report = engine.forward_backward([micro], 4.0 * made.dp, task)
-    engine.step(Clip())
-    parameters = whole_state(engine.state_dict(), groups.data)["model"]
-    engine.close()
-    groups.close()
-    return float(report.parts[0][0]), parameters
-
-
-def refusal(comm: Communicator, *args: Any, **kwargs: Any) -> str:
-    """The words that a step is refused with."""
-    try:
-        step(comm, *args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def words_of(task: Task, strategy: Strategy, **more: Any) -> str:
     (first, second) = shared_pool(2).run(refusal, task, strategy, MeshOptions(tp=2), None, more)
     assert first == second
     return first
-
-
-def moved_by(task: Task, wrong: Callable[[], None] | None, strategy: Strategy = PARALLEL) -> float:
-    """How far a step ends from the plain one, in units of the largest element."""
-    model = task.build_model()
-    (made,) = task.build_optimizers(model.named_parameters()).values()
-    batch = (TOKENS[:4],)
-    task.loss(task.forward(model, batch), batch).backward()  # type: ignore[no-untyped-call]
-    made.step()
-    pool = shared_pool(2)
-    try:
-        answers = pool.run(step, task, strategy, MeshOptions(tp=2), wrong)
-    finally:
-        if wrong is not None:
-            pool.close()  # its processes have the wrong function
-    return max(
-        float((parameters[name] - value).abs().max() / value.abs().max()) / U32
-        for _, parameters in answers
-        for name, value in model.state_dict().items()
-    )
 
 
 def _blind() -> None:
@@ -347,12 +177,12 @@ def _lose_a_sum_of_gradients() -> None:
 
 
 def test_one_step_is_a_few_units_away_from_a_plain_one() -> None:
-    assert moved_by(SGD.task, None) <= 32
+    assert moved_by(SGD.task, None, *ON_TWO) <= 32
 
 
 @pytest.mark.parametrize("wrong", [_lose_a_sum, _average_a_sum, _lose_a_sum_of_gradients])
 def test_a_sum_that_is_lost_or_averaged_is_found_out(wrong: Callable[[], None]) -> None:
-    assert moved_by(SGD.task, wrong) > 1e4
+    assert moved_by(SGD.task, wrong, *ON_TWO) > 1e4
 
 
 FUSED = {
@@ -365,7 +195,7 @@ FUSED = {
 
 def test_a_fused_projection_that_is_cut_as_one_has_the_wrong_heads() -> None:
     plan = {**FUSED, "blocks.*.qkv": {"style": "colwise", "parts": 1}}
-    assert moved_by(SGD.task, None, Parallel(plan=plan)) > 1e4
+    assert moved_by(SGD.task, None, Parallel(plan=plan), MeshOptions(tp=2)) > 1e4
     words = words_of(SGD.task, Parallel(plan={**FUSED, "blocks.*.qkv": "colwise"}))
     assert "'blocks.0.qkv' (12 inputs, 36 outputs) colwise, and it looks like several" in words
     assert "write {style: colwise, parts: 3}" in words
@@ -531,22 +361,9 @@ def test_a_layer_in_between_that_sums_gradients_is_right() -> None:
     task = pair(torch.relu)
     task.make = lambda: Between(nn.PReLU())  # type: ignore[attr-defined]
     task.plan = {**PAIR, "between": "replicate_sum"}  # type: ignore[attr-defined]
-    assert moved_by(task, None) <= 32
+    assert moved_by(task, None, *ON_TWO) <= 32
 
 
 def test_a_dropout_before_gathered_columns_draws_what_one_process_draws() -> None:
     task = Small(lambda: MLP(in_features=WORDS, hidden=(8, 4), out_features=3, dropout=0.5))
-    assert moved_by_dropout(task) <= 32
-
-
-def moved_by_dropout(task: Task) -> float:
-    model = task.build_model()
-    (made,) = task.build_optimizers(model.named_parameters()).values()
-    torch.manual_seed(1)  # as an engine does, by the key of the micro-batch
-    task.loss(task.forward(model, (TOKENS[:4],)), None).backward()  # type: ignore[no-untyped-call]
-    made.step()
-    _, parameters = shared_pool(2).run(step, task, Parallel(), MeshOptions(tp=2))[0]
-    return max(
-        float((parameters[name] - value).abs().max() / value.abs().max()) / U32
-        for name, value in model.state_dict().items()
-    )
+    assert moved_by(task, None, *ON_TWO) <= 32

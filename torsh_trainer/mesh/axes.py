@@ -19,23 +19,27 @@ from torsh_trainer.errors import ConfigError, Unsupported
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first; those of plugins lie within the last."""
 
-Meaning = Literal["data", "loss", "norm", "model", "tensor", "pipeline", "stage"]
+Meaning = Literal[
+    "data", "loss", "gradient", "norm", "model", "tensor", "pipeline", "stage", "context"
+]
 MEANINGS: Mapping[Meaning, tuple[str, ...]] = {
     "data": ("dp_replicate", "dp_shard"),
-    "loss": ("dp_replicate", "dp_shard", "cp"),
+    "loss": ("dp_replicate", "dp_shard"),
+    "gradient": ("dp_replicate", "dp_shard", "cp"),
     "norm": ("pp", "dp_shard", "cp", "tp"),
     "model": ("pp", "cp", "tp"),
     "tensor": ("tp",),
     "pipeline": ("pp",),
     "stage": ("dp_replicate", "dp_shard", "cp", "tp"),
+    "context": ("cp",),
 }
 """Along which axes the processes of a group lie: ``data`` see other samples, ``loss`` have parts of
-one loss, ``norm`` parts of one gradient, ``model`` the same samples, ``tensor`` parts of one layer,
-``pipeline`` other layers of one model, ``stage`` the same layers, or parts of them.
+one loss, ``gradient`` summands of one gradient, ``norm`` parts of it, ``model`` the same samples,
+``tensor`` parts of one layer, ``pipeline`` other layers of one model, ``stage`` the same layers, or
+parts of them, ``context`` parts of one sequence.
 """
 
 NOT_YET = {
-    "cp": "parts of a sequence",
     "ep": "parts of the experts",
 }
 
@@ -146,9 +150,9 @@ class MeshOptions:
     Null leaves a size to the strategy (``dp_shard``) or is what remains (``dp_replicate``); -1 is
     what remains, for one axis. ``dp_shard`` is how many processes share one copy of the parameters
     (``strategy.shard_size`` of fsdp), ``dp_replicate`` how many such copies there are. ``tp`` is
-    how many processes share a layer, ``pp`` how many have the layers of one model in turn. ``cp``
-    and ``ep`` are 1 for now. A subclass adds axes: ``further_axes``, and for each a field of its
-    name with its size.
+    how many processes share a layer, ``pp`` how many have the layers of one model in turn, ``cp``
+    how many have parts of a sequence. ``ep`` is 1 for now. A subclass adds axes: ``further_axes``,
+    and for each a field of its name with its size.
 
     Raises:
         ConfigError: a size is neither positive nor -1, or several are -1.
@@ -166,7 +170,9 @@ class MeshOptions:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        given = {axis: getattr(self, axis) for axis in (*self.data_sizes, "tp", "pp", *NOT_YET)}
+        given = {
+            axis: getattr(self, axis) for axis in (*self.data_sizes, "tp", "pp", "cp", *NOT_YET)
+        }
         for axis, size in given.items():
             if size is not None and size < 1 and size != -1:
                 raise ConfigError(
@@ -185,9 +191,9 @@ class MeshOptions:
                 raise Unsupported(
                     f"mesh.{axis}={given[axis]}: nothing divides {what} over processes yet",
                     fix=f"set mesh.{axis}=1; mesh.dp_shard divides parameters, mesh.tp layers, "
-                    "mesh.pp the model",
+                    "mesh.pp the model, mesh.cp sequences",
                 )
-        for axis, what in (("tp", "layers are"), ("pp", "the model is")):
+        for axis, what in (("tp", "layers are"), ("pp", "the model is"), ("cp", "sequences are")):
             if given[axis] == -1:
                 raise ConfigError(
                     f"mesh.{axis}=-1 leaves to the number of processes how {what} cut",

@@ -48,6 +48,16 @@ class Groups:
         return self.group("loss")
 
     @property
+    def gradient(self) -> Communicator:
+        """Processes whose gradients are summed, or averaged: they see other samples or tokens."""
+        return self.group("gradient")
+
+    @property
+    def context(self) -> Communicator:
+        """Processes that have parts of one sequence."""
+        return self.group("context")
+
+    @property
     def norm(self) -> Communicator:
         """Processes that have parts of one gradient."""
         return self.group("norm")
@@ -110,7 +120,16 @@ class Groups:
         """torch's mesh over which FSDP2 cuts and replicates parameters; collective at first."""
         whole = self.device_mesh
         names = tuple(n for n in ("dp_replicate", "dp_shard") if n in whole.mesh_dim_names)
+        if self.mesh.cp > 1:  # which has other gradients of the same parameters
+            return self._shards_over_context
         return whole if names == whole.mesh_dim_names else whole[names]
+
+    @cached_property
+    def _shards_over_context(self) -> Any:
+        """As ``data_mesh``, where parameters are cut over ``dp_shard`` and ``cp`` together."""
+        whole = self.device_mesh
+        flat = whole["dp_shard", "cp"]._flatten("dp_shard_cp")
+        return whole["dp_replicate", "dp_shard_cp"] if self.mesh.dp_replicate > 1 else flat
 
     @property
     def tensor_mesh(self) -> Any:
@@ -118,6 +137,8 @@ class Groups:
         return self.device_mesh["tp"]
 
 
-_MADE_AT_ONCE: tuple[Meaning, ...] = ("data", "loss", "model", "tensor", "pipeline")
-_MAY_BE_ALONE: tuple[Meaning, ...] = ("norm", "model", "tensor", "pipeline", "stage")
+_MADE_AT_ONCE: tuple[Meaning, ...] = (
+    *("data", "loss", "gradient", "model", "tensor", "pipeline", "context"),
+)
+_MAY_BE_ALONE: tuple[Meaning, ...] = ("norm", "model", "tensor", "pipeline", "stage", "context")
 """Of which a process may be the only one: it needs no group of its own then."""

@@ -35,5 +35,5 @@ def divide(world: World, strategy: Strategy, options: MeshOptions) -> tuple[Stra
     )
 
 
-_WHO_CAN = {"tp": "parallel or strategy=fsdp", "pp": "parallel"}
+_WHO_CAN = {"tp": "parallel or strategy=fsdp", "pp": "parallel", "cp": "parallel"}
 """What to take for an axis that divides a model."""

@@ -30,7 +30,9 @@ from torsh_trainer.strategies.base import (
     StepOutcome,
     Strategy,
 )
+from torsh_trainer.strategies.buffers import Buffers
 from torsh_trainer.strategies.compressing import compressing
+from torsh_trainer.strategies.context_parallel.door import WholeTokens
 from torsh_trainer.strategies.gathering import find_rounded_by_autocast, gather_in
 from torsh_trainer.strategies.merging import Unit, merge_small, units_in_words
 from torsh_trainer.strategies.native import NativeEngine
@@ -142,6 +144,9 @@ class FSDP(UnusedKnobs, Strategy):
         if groups.mesh.tp > 1:
             refuse_beside(job, self, self._not_beside_cut_layers)
         scatter = None if knobs is None else CompressedScatter(knobs, comm, seed=job.seed)
+        samples = comm
+        if groups.mesh.cp > 1:
+            comm = groups.gradient
         with DeferredInit() as init:
             cut = self._divide(job, comm, groups)
             init.leave(cut.model)
@@ -149,7 +154,7 @@ class FSDP(UnusedKnobs, Strategy):
         if cut.layers.names:
             units += " (before layers are cut)"
         stages = "" if cut.stages is None else cut.stages.summary
-        layout = [stages, cut.layers.summary, units, init.summary]
+        layout = [stages, cut.layers.summary, cut.door.summary, units, init.summary]
         sharding.shard(
             cut.rest,
             cut.units,
@@ -174,6 +179,8 @@ class FSDP(UnusedKnobs, Strategy):
             uncut=cut.uncut,
             hooks=cut.hooks,
             layers=cut.layers,
+            door=cut.door,
+            samples=samples,
             scatter=scatter,
             layout="\n".join(filter(None, layout)),
             low=cut.low,
@@ -214,12 +221,24 @@ class FSDP(UnusedKnobs, Strategy):
         low = find_rounded_by_autocast(model) if rounds else set()
         # All that is whole on processes that share layers is the same there, too.
         modules.share([*uncut.values(), *model.buffers()], groups.stage if layers.names else comm)
-        return Division(model, roots, parts, rest, uncut, hooks, low, layers, stages)
+        door = self._cut_sequences(model, job, groups)
+        return Division(model, roots, parts, rest, uncut, hooks, low, layers, stages, door)
+
+    def _cut_sequences(self, model: nn.Module, job: Job, groups: Groups) -> WholeTokens:
+        return WholeTokens()
 
     def _cut_layers(
         self, model: nn.Module, job: Job, groups: Groups, hooks: Hooks, stages: Any
     ) -> CutLayers:
-        return cut_layers(model, job, groups, self, table=self.plan, hooked=hooks)
+        return cut_layers(
+            model, job, groups, self, table=self.plan, hooked=hooks,
+            splits_tokens=self._splits_tokens,
+        )  # fmt: skip
+
+    @property
+    def _splits_tokens(self) -> bool:
+        """Whether tokens are cut between pairs of layers."""
+        return False
 
     def _units(self, model: nn.Module, stages: Any) -> list[nn.Module]:
         if self.wrap_modules:
@@ -286,6 +305,7 @@ class Division(NamedTuple):
     low: Collection[str]
     layers: CutLayers
     stages: Any
+    door: WholeTokens
 
 
 class FSDPEngine(NativeEngine):
@@ -309,6 +329,8 @@ class FSDPEngine(NativeEngine):
         uncut: Mapping[str, nn.Parameter],
         hooks: Hooks,
         layers: CutLayers,
+        door: WholeTokens,
+        samples: Communicator,
         scatter: CompressedScatter | None = None,
         layout: str = "",
         low: Collection[str] = (),
@@ -317,6 +339,8 @@ class FSDPEngine(NativeEngine):
         self._uncut = Uncut(uncut, comm, lambda held: sum_dtype(held, sent))
         self._means = job.precision.averages
         self._layers = layers
+        self._door = door
+        self._samples = samples
         super().__init__(
             job,
             comm,
@@ -357,6 +381,11 @@ class FSDPEngine(NativeEngine):
     ) -> ShardedGradients:
         return ShardedGradients(model, device, norm_group=norm, counts=self._layers.counts)
 
+    def _make_buffers(self, job: Job, *, shares: bool) -> Buffers:
+        # Processes with the same samples move them alike.
+        averages = job.task.running_averages(self.model)
+        return Buffers(self.model, self._samples, shares=shares, averages=averages)
+
     def layout(self) -> str:
         return self._layout
 
@@ -384,8 +413,17 @@ class FSDPEngine(NativeEngine):
         return Writes(self.model, self.comm, loses=who, copies=lambda: list_gathered(self.model))
 
     def _forward(self, batch: Any, task: Task) -> Tensor:
-        with ShardReadGuard(self._names) if self._watches else contextlib.nullcontext():
-            return super()._forward(batch, task)
+        reads = ShardReadGuard(self._names) if self._watches else contextlib.nullcontext()
+        calls = self._door.watch_calls() if self._looks else contextlib.nullcontext()
+        with reads, calls:
+            loss = super()._forward(batch, task)
+        if self._looks:
+            self._door.check_loss(loss)
+        return loss
+
+    def _backpropagate(self, loss: Tensor, factor: float) -> None:
+        with self._door.in_backward():
+            super()._backpropagate(loss, factor)
 
     def _micro_batch(
         self, micro: MicroBatch, total_weight: float, task: Task, *, last: bool
@@ -402,7 +440,9 @@ class FSDPEngine(NativeEngine):
     ) -> None:
         self._emulation.check_backward(self._knobs.refuse, manual=self._manual)
         self._sharded.reduce_to(mean=True)
-        with in_words():
+        if self.comm.size > self._samples.size:  # an average over those with other tokens as well
+            loss = loss * (self.comm.size // self._samples.size)
+        with in_words(), self._door.in_backward():
             super().backward(loss, sync=sync, run=run)
         self._watches = False
         if self._pass is not None:

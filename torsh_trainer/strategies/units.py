@@ -59,6 +59,16 @@ def forget_forward(state: Any) -> None:
             state._state_ctx.iter_forward_root = None
 
 
+def forget_order(root: Any) -> None:
+    """Ends a forward below ``root`` that no backward follows, before another one begins.
+
+    FSDP2 gathers ahead in a backward by the order of the forwards since the last one.
+    """
+    for unit in units_of(root):
+        unit._post_forward_indices.clear()
+        unit.comm_ctx.post_forward_order.clear()
+
+
 class WholePass:
     """For forwards that go different ways: no collective depends on what a process comes to.
 

@@ -254,6 +254,15 @@ class Task:
         """
         return {}
 
+    def context_plan(self, mesh: Any) -> Mapping[str, int | None]:
+        """Which arguments of the model's forward have tokens (``mesh.cp``): by name the dimension
+        along which they lie, None for one that is given whole, see docs/parallel.md.
+
+        Asked where ``mesh.cp`` is above 1. Empty: that of ``strategy.context_plan``, or the model's
+        own, beside the usual names (``tokens``, ``input_ids``, ...).
+        """
+        return {}
+
     def flops_per_sample(self, model: nn.Module) -> float | None:
         """Floating-point operations of forward and backward for one sample, if it is known."""
         return None

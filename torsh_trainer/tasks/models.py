@@ -159,9 +159,9 @@ class Block(nn.Module):
         return x + self.residual_dropout(self.mlp_out(hidden))
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        projected, head = self.qkv(x), width // self.heads
-        own = projected.shape[-1] // 3  # all heads, or those of this process
+        projected, head = self.qkv(x), x.shape[-1] // self.heads
+        batch, tokens, own = projected.shape  # x may have some of the tokens
+        own //= 3  # all heads, or those of this process
         shape = (batch, tokens, 3, own // head, head)
         query, key, value = projected.view(shape).permute(2, 0, 3, 1, 4).unbind(0)
         attended = F.scaled_dot_product_attention(
@@ -184,6 +184,7 @@ class GPT(nn.Module):
 
     Token numbers (batch, tokens <= ``context``), int -> logits (batch, tokens, ``vocab_size``);
     with ``targets`` (batch, tokens) the sum of their losses, 0-dim, without those logits.
+    ``positions`` (tokens,) are where the tokens stand in their sequence; None counts from 0.
 
     Raises:
         ConfigError: ``width`` does not divide into ``heads``.
@@ -224,9 +225,12 @@ class GPT(nn.Module):
     sums_losses: ClassVar[bool] = True
     """``forward`` takes ``targets``, as ``LanguageModel`` asks."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(places))
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for block in self.blocks:
             x = block(x)
         return self.tokens(self.norm(x), targets)
@@ -241,6 +245,11 @@ class GPT(nn.Module):
             "blocks.*.mlp_in": "colwise",
             "blocks.*.mlp_out": "rowwise",
         }
+
+    def sequence_plan(self) -> dict[str, Any]:
+        """Where ``parallel_plan`` is another one while each process has some of the tokens
+        (``strategy.sequence_parallel``): positions are looked up for all."""
+        return {"positions": "replicate_split"}
 
     def pipeline_plan(self) -> dict[str, Any]:
         """What stages (``mesh.pp``) are to know: the first and the last one use the embedding."""

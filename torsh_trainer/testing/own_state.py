@@ -19,9 +19,9 @@ class Extra(TinyModel):
         super().__init__(options)
         self.factor = 1.0 + options.seed
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Logits."""
-        return super().forward(tokens) * self.factor
+        return super().forward(tokens, *args, **kwargs) * self.factor
 
     def get_extra_state(self) -> Any:
         return {"factor": self.factor, "sum": torch.tensor([self.factor])}

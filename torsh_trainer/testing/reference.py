@@ -278,9 +278,9 @@ class _Widened(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens)
-        return logits if torch.is_autocast_enabled(tokens.device.type) else logits.float()
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        logits: Tensor = self.model(*args, **kwargs)
+        return logits if torch.is_autocast_enabled(logits.device.type) else logits.float()
 
 
 def _on_cpu(slots: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,8 +86,9 @@ class StrategyContract:
     ``comm_options`` choose the backend of the processes, gloo where they do not.
     With ``model_replicate`` so many processes stand in the place of each of ``world_sizes``, and
     compute the same thing on the same samples; with ``tensor_parallel`` they share each layer, with
-    ``pipeline_parallel`` they have the layers in turn.
-    ``model`` is what the tiny model has in all rules.
+    ``pipeline_parallel`` they have the layers in turn, with ``context_parallel`` each has a part of
+    every sequence. ``model`` is what the tiny model has in all rules, ``length`` how many tokens a
+    sample has (None: an odd number).
 
     With ``variant`` the class tries other knobs of a strategy that has a class of its own. A suite
     that holds every promise once runs all rules for a strategy on two processes (or on its first
@@ -107,7 +108,9 @@ class StrategyContract:
     model_replicate: ClassVar[int] = 1
     tensor_parallel: ClassVar[int] = 1
     pipeline_parallel: ClassVar[int] = 1
+    context_parallel: ClassVar[int] = 1
     model: ClassVar[TinyModelOptions] = TinyModelOptions()
+    length: ClassVar[int | None] = None
     variant: ClassVar[bool] = False
     rules_of_a_variant: ClassVar[frozenset[str]] = frozenset()
 
@@ -410,12 +413,18 @@ class StrategyContract:
         *args: Any,
         strategy: Strategy | None = None,
     ) -> list[Any]:
-        copies, pp = self.model_replicate * self.tensor_parallel, self.pipeline_parallel
+        copies = self.model_replicate * self.tensor_parallel * self.context_parallel
+        pp = self.pipeline_parallel
         pool = shared_pool(world_size * copies * pp, self.device, self.comm_options)
         given = (strategy or self.strategy, self._cut(scenario), *args)
         if copies * pp == 1:
             return pool.run(case, *given)
-        mesh = ReplicatedModel(model_replicate=self.model_replicate, tp=self.tensor_parallel, pp=pp)
+        mesh = ReplicatedModel(
+            model_replicate=self.model_replicate,
+            tp=self.tensor_parallel,
+            cp=self.context_parallel,
+            pp=pp,
+        )
         answers = pool.run(cases.on_a_mesh, mesh, case, *given)
         for rank, answer in enumerate(
             answers
@@ -438,7 +447,9 @@ class StrategyContract:
     def _cut(self, scenario: Scenario) -> Scenario:
         accumulate = scenario.data.accumulate * self.micro_batches
         model = replace(scenario.model, attention=self.model.attention)
-        return replace(scenario, data=replace(scenario.data, accumulate=accumulate), model=model)
+        length = scenario.data.length if self.length is None else self.length
+        data = replace(scenario.data, accumulate=accumulate, length=length)
+        return replace(scenario, data=data, model=model)
 
     def _dp(self, strategy: Strategy, world_size: int) -> int:
         return strategy.mesh(world_of(0, world_size)).dp

@@ -39,7 +39,7 @@ class TinyModelOptions:
 
 
 class Block(nn.Module):
-    """LayerNorm, Linear, GELU, dropout; counts how often it ran."""
+    """LayerNorm, Linear, GELU, dropout; counts how often it ran with gradients."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, length, width) -> the same shape."""
-        self.calls += 1
+        self.calls += torch.is_grad_enabled()
         hidden = F.gelu(self.linear(self.norm(hidden)))
         return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
 
@@ -71,13 +71,16 @@ class AttentionBlock(Block):
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, length, width) -> the same shape, to be added to what came in."""
-        self.calls += 1
+    def forward(self, hidden: Tensor, scales: Tensor | None = None) -> Tensor:
+        """(batch, length, width) -> the same shape, to be added to what came in.
+
+        ``scales`` (length,) are what keys are multiplied by; None leaves them.
+        """
+        self.calls += torch.is_grad_enabled()
         projected = self.qkv(self.norm(hidden)).unflatten(-1, (3, -1, WIDTH // HEADS))
         query, key, value = projected.permute(2, 0, 3, 1, 4).unbind(0)
-        places = torch.linspace(0.5, 1.5, key.shape[2], device=key.device).unsqueeze(-1)
-        key = key * places.to(key.dtype)
+        if scales is not None:
+            key = key * scales.unsqueeze(-1).to(key.dtype)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         added = self.out(attended.transpose(1, 2).flatten(2))
         added = added + self.down(F.gelu(self.up(self.mlp_norm(hidden + added))))
@@ -85,7 +88,11 @@ class AttentionBlock(Block):
 
 
 class TinyModel(nn.Module):
-    """Predicts a token for every token: (batch, length) of int64 -> (batch, length, vocabulary)."""
+    """Predicts a token for every token: (batch, length) of int64 -> (batch, length, vocabulary).
+
+    ``positions`` (length,) are where tokens stand, None: from 0 on. A batch takes the expert
+    ``expert``.
+    """
 
     def __init__(self, options: TinyModelOptions) -> None:
         super().__init__()
@@ -106,13 +113,17 @@ class TinyModel(nn.Module):
             self.embedding.requires_grad_(False)
             self.norm.requires_grad_(False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, expert: int = 0) -> Tensor:
         """Logits."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        scales = 0.5 + positions / LENGTH
         hidden = self.embedding(tokens)
         for block in self.blocks:
-            hidden = hidden + block(hidden)
+            attends = isinstance(block, AttentionBlock)
+            hidden = hidden + (block(hidden, scales) if attends else block(hidden))
         if self.experts is not None:
-            hidden = hidden + self.experts[int(tokens.sum()) % len(self.experts)](hidden)
+            hidden = hidden + self.experts[expert % len(self.experts)](hidden)
         if self.batch_norm is not None:
             hidden = self.batch_norm(hidden.flatten(0, 1)).view_as(hidden)
         logits: Tensor = self.head(self.norm(hidden))
@@ -135,6 +146,16 @@ class TinyModel(nn.Module):
         if self.experts is not None:
             plan |= {"experts.0": "colwise_gather", "experts.1": "rowwise"}
         return plan
+
+    def sequence_plan(self) -> dict[str, Any]:
+        """Where it is another one while each process has some of the tokens."""
+        return {
+            "embedding": "replicate_split",
+            "head": "replicate",
+            "blocks.*.linear": "replicate_sum",
+            "experts.*": "replicate_sum",
+            "unused": "replicate_sum",
+        }
 
 
 class TinyTask(Task):
@@ -179,7 +200,8 @@ class TinyTask(Task):
         return {"main": AdamW(groups, lr=lr)}
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        return model(batch["tokens"])
+        tokens = batch["tokens"]
+        return model(tokens, expert=int(tokens.sum())) if self.options.experts else model(tokens)
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
         logits, targets = outputs.flatten(0, 1), batch["targets"].flatten()
@@ -215,6 +237,7 @@ class TinyData:
     tokens: bool = False
     spoilt: int | None = None
     seed: int = 0
+    length: int = LENGTH  # of a sample
 
     def step(self, number: int, world_size: int) -> list[list[MicroBatch]]:
         """The micro-batches of each rank in step ``number``, from 0."""
@@ -232,7 +255,7 @@ class TinyData:
         in_tail = self.ragged and step == self.steps - 1
         if in_tail:
             samples = samples - 1 if place == 0 else 1
-        batch = _random_batch(generator, samples, padded=self.tokens)
+        batch = _random_batch(generator, samples, self.length, padded=self.tokens)
         last = rank == world_size - 1
         if self.tokens and step == 0 and last and place > 0:
             batch["targets"].fill_(PADDING)
@@ -250,7 +273,7 @@ class TinyData:
         return [
             [
                 (
-                    _random_batch(generator, self.samples, padded=self.tokens),
+                    _random_batch(generator, self.samples, self.length, padded=self.tokens),
                     not (k == 1 and rank == world_size - 1),
                 )
                 for k in range(2)
@@ -264,10 +287,12 @@ def total_weight(ranks: list[list[MicroBatch]]) -> float:
     return sum(micro.weight for micros in ranks for micro in micros)
 
 
-def _random_batch(generator: torch.Generator, samples: int, *, padded: bool) -> dict[str, Tensor]:
-    tokens = torch.randint(VOCABULARY, (samples, LENGTH), generator=generator)
+def _random_batch(
+    generator: torch.Generator, samples: int, length: int, *, padded: bool
+) -> dict[str, Tensor]:
+    tokens = torch.randint(VOCABULARY, (samples, length), generator=generator)
     targets = (tokens * 3 + 1) % VOCABULARY
     if padded:
-        kept = torch.randint(1, LENGTH + 1, (samples, 1), generator=generator)
-        targets = targets.masked_fill(torch.arange(LENGTH) >= kept, PADDING)
+        kept = torch.randint(1, length + 1, (samples, 1), generator=generator)
+        targets = targets.masked_fill(torch.arange(length) >= kept, PADDING)
     return {"tokens": tokens, "targets": targets, "factor": torch.ones(samples)}

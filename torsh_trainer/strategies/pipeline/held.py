@@ -172,7 +172,7 @@ def hold_stages(model: nn.Module, job: Job, groups: Groups, knobs: PipelineKnobs
         everywhere,
         buffers,
         tied,
-        not any(groups.mesh.coordinates[axis] for axis in ("dp_shard", "tp")),
+        not any(groups.mesh.coordinates[axis] for axis in ("dp_shard", "cp", "tp")),
         summary,
         (alone, *made),
     )

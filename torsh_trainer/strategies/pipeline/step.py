@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torsh_trainer.errors import TorshError, Unsupported
 from torsh_trainer.strategies.base import MicroBatch
 from torsh_trainer.strategies.pipeline.crossing import Left, Received
-from torsh_trainer.strategies.pipeline.exchange import Edge, Incoming, TensorSpec
-from torsh_trainer.strategies.pipeline.held import HeldStages
+from torsh_trainer.strategies.pipeline.exchange import Edge, Exchange, Incoming, TensorSpec
 from torsh_trainer.strategies.pipeline.orders import Action
 
 
@@ -41,6 +40,17 @@ class StageWork(Protocol):
         """Adds the gradients of ``done``, whose outputs have ``gradients``."""
 
 
+class Neighbours(Protocol):
+    """Who has which stage, and how to reach them."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """Over the processes of the pipeline."""
+
+    def rank_of(self, stage: int) -> int:
+        """The process of the pipeline that has ``stage``."""
+
+
 class Message(NamedTuple):
     """What a stage begins with, and where the forward before it has come to in its draws."""
 
@@ -52,7 +62,7 @@ class PipelineStep:
     """The ``micro_batches`` of a step, over the stages ``held``."""
 
     def __init__(
-        self, held: HeldStages, work: StageWork, micro_batches: Sequence[MicroBatch]
+        self, held: Neighbours, work: StageWork, micro_batches: Sequence[MicroBatch]
     ) -> None:
         self._held = held
         self._work = work

@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torsh_trainer.comm.base import Communicator
-from torsh_trainer.errors import Unsupported
+from torsh_trainer.errors import ConfigError, Unsupported
+from torsh_trainer.strategies.context_parallel.functions import (
+    gather_tokens,
+    join_tokens,
+    scatter_sum,
+    split_tokens,
+)
+from torsh_trainer.strategies.context_parallel.shares import TokenShare
 from torsh_trainer.strategies.tensor_parallel.functions import (
     copy_to_parts,
     gather_parts,
@@ -29,6 +36,10 @@ from torsh_trainer.tasks.models import TokenEmbedding
 
 CUT = "_torsh_cut_by"
 """The attribute of a tensor that is a part of a layer's output: the layer's name."""
+
+
+_Forward = Callable[..., Any]
+_Maker = Callable[[Any, str, Style, Communicator], _Forward]
 
 
 class Cut(NamedTuple):
@@ -103,6 +114,18 @@ def replace_forwards(model: nn.Module, plan: ParallelPlan, comm: Communicator) -
             module.forward = make(module, name, style, comm)
 
 
+def make_forward(
+    module: nn.Module, name: str, style: Style, comm: Communicator, *, like: nn.Module
+) -> _Forward:
+    """What computes with the part that ``module`` has of a layer as ``like``.
+
+    ``module`` has the sizes of the whole layer, and the parameters of its part.
+    """
+    make = _maker(like, style)
+    assert make is not None, "a style that cuts"
+    return make(module, name, style, comm)
+
+
 def refuse_kinds(model: nn.Module, plan: ParallelPlan) -> None:
     """Makes sure that all modules of ``plan`` are of kinds that can be cut.
 
@@ -129,7 +152,9 @@ def _why_not(module: Any, style: Style) -> str:
         return "whose forward something else has replaced (activation checkpointing of the layer)"
     if hasattr(module, "parametrizations"):
         return "whose weight is computed from other parameters"
-    if style.kind == "replicate_sum":
+    if style.kind == "replicate_split" and not style.splits_tokens:
+        return "which strategy.sequence_parallel=true alone knows"
+    if style.kind.startswith("replicate"):
         return "" if module._parameters else "which has no parameters of its own"
     if isinstance(module, TokenEmbedding):
         return "" if style.kind == "rowwise" else "which is cut by words: rowwise"
@@ -150,14 +175,10 @@ def _why_not(module: Any, style: Style) -> str:
     return ""
 
 
-_Forward = Callable[..., Any]
-_Maker = Callable[[Any, str, Style, Communicator], _Forward]
-
-
 def _maker(module: nn.Module, style: Style) -> _Maker | None:
     if style.kind == "replicate":
-        return None
-    if style.kind == "replicate_sum":
+        return _join_before if style.splits_tokens else None
+    if style.kind.startswith("replicate"):
         return _replicate_sum
     if isinstance(module, TokenEmbedding):
         return _token_embedding
@@ -166,6 +187,35 @@ def _maker(module: nn.Module, style: Style) -> _Maker | None:
     if isinstance(module, nn.Embedding):
         return _words if style.kind == "rowwise" else _columns
     return _rowwise if style.kind == "rowwise" else _colwise
+
+
+def _share_of(comm: Communicator) -> TokenShare:
+    return TokenShare(comm.rank, comm.size, balanced=False)
+
+
+def _enter(input: Tensor, style: Style, comm: Communicator) -> Tensor:
+    """What each process computes its part of, from what is the same on all or has own tokens."""
+    if style.splits_tokens:
+        return gather_tokens(input, comm, _share_of(comm), 1)
+    return copy_to_parts(input, comm)
+
+
+def _leave(part: Tensor, style: Style, comm: Communicator) -> Tensor:
+    """The sum of what all have computed, or of its own tokens.
+
+    Raises:
+        ConfigError: there are no tokens along dimension 1, or they do not divide.
+    """
+    if not style.splits_tokens:
+        return sum_of_parts(part, comm)
+    if part.dim() != 3 or part.shape[1] % comm.size:
+        raise ConfigError(
+            f"strategy.sequence_parallel=true cuts tokens, dimension 1 of (batch, tokens, width), "
+            f"over mesh.tp={comm.size} processes, and a layer gives {list(part.shape)}",
+            fix=f"give sequences of a multiple of {comm.size} tokens, or set "
+            "strategy.sequence_parallel=false",
+        )
+    return scatter_sum(part, comm, _share_of(comm), 1)
 
 
 def local(parameter: Any) -> Tensor:
@@ -182,7 +232,7 @@ def _colwise(module: Any, name: str, style: Style, comm: Communicator) -> _Forwa
             bias = own_part(copy_to_parts(bias, comm), comm, 0, parts)
         elif bias is not None:
             bias = local(bias)
-        output = F.linear(copy_to_parts(input, comm), local(module.weight), bias)
+        output = F.linear(_enter(input, style, comm), local(module.weight), bias)
         if style.kind == "colwise_gather":
             return _gather(output, comm, parts)
         setattr(output, CUT, (name, parts, output.shape))
@@ -199,6 +249,8 @@ def _head(module: Any, name: str, style: Style, comm: Communicator) -> _Forward:
         if targets is None:
             return give_logits(input)
         weight, words = local(module.weight), module.out_features
+        if style.splits_tokens:
+            input = join_tokens(input, comm, _share_of(comm), 1)
         return sum_of_losses_of_parts(input, weight, targets, comm, words=words)
 
     return forward
@@ -217,9 +269,18 @@ def _rowwise(module: Any, name: str, style: Style, comm: Communicator) -> _Forwa
     def forward(input: Tensor) -> Tensor:
         weight = local(module.weight)
         if input.shape[-1] == module.in_features:
+            if style.splits_tokens:
+                raise Unsupported(
+                    f"strategy.sequence_parallel=true: {name!r} is rowwise, and what it is given "
+                    "is not cut by a colwise layer before it",
+                    fix=f"leave {name!r} out of the plan, or cut the layer before it colwise",
+                )
             input = split_to_parts(input, comm)
-        total = _whole(sum_of_parts(F.linear(input, weight), comm))
-        return total if module.bias is None else total + module.bias.to(total.dtype)
+        total = _whole(_leave(F.linear(input, weight), style, comm))
+        if module.bias is None:
+            return total
+        bias = copy_to_parts(module.bias, comm) if style.splits_tokens else module.bias
+        return total + bias.to(total.dtype)
 
     return forward
 
@@ -233,7 +294,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _columns(module: Any, name: str, style: Style, comm: Communicator) -> _Forward:
     def forward(input: Tensor) -> Tensor:
-        return gather_parts(F.embedding(input, local(module.weight), module.padding_idx), comm)
+        found = F.embedding(input, local(module.weight), module.padding_idx)
+        whole = gather_parts(found, comm)
+        return split_tokens(whole, comm, _share_of(comm), 1) if style.splits_tokens else whole
 
     return forward
 
@@ -249,7 +312,7 @@ def _words(module: Any, name: str, style: Style, comm: Communicator) -> _Forward
         place = input - first
         elsewhere = (place < 0) | (place >= weight.shape[0])
         found = F.embedding(place.masked_fill(elsewhere, 0), weight, padding)
-        return sum_of_parts(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), comm)
+        return _leave(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), style, comm)
 
     return forward
 
@@ -269,12 +332,24 @@ def _token_embedding(module: Any, name: str, style: Style, comm: Communicator) -
     def forward(input: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is not None:
             weight = local(module.weight)
+            if style.splits_tokens:
+                input = join_tokens(input, comm, _share_of(comm), 1)
             return sum_of_losses_of_parts(input, weight, targets, comm, words=module.words)
         if not input.is_floating_point():
             return look_up(input)
-        logits = F.linear(copy_to_parts(input, comm), local(module.weight))
+        logits = F.linear(_enter(input, style, comm), local(module.weight))
         logits = gather_parts(logits, comm)
         return logits if module.words == logits.shape[-1] else logits[..., : module.words]
+
+    return forward
+
+
+def _join_before(module: Any, name: str, style: Style, comm: Communicator) -> _Forward:
+    """Of what is whole and sees all tokens, as a head that is not cut."""
+    plain = module.forward
+
+    def forward(input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return plain(join_tokens(input, comm, _share_of(comm), 1), *args, **kwargs)
 
     return forward
 
@@ -289,7 +364,10 @@ def _replicate_sum(module: Any, name: str, style: Style, comm: Communicator) -> 
                 if parameter is not None:
                     del module._parameters[key]
                     module.__dict__[key] = copy_to_parts(parameter, comm)
-            return plain(module, *args, **kwargs)
+            given = plain(module, *args, **kwargs)
+            if style.kind == "replicate_split":  # of (tokens, width) or (batch, tokens, width)
+                given = _share_of(comm).take_own(given, given.dim() - 2)
+            return given
         finally:
             for key in own:
                 module.__dict__.pop(key, None)

@@ -23,6 +23,7 @@ from torsh_trainer.strategies.tensor_parallel.plan import (
     check_sizes,
     find_plan,
     list_whole,
+    split_outside,
 )
 from torsh_trainer.strategies.tensor_parallel.watching import PartWatch
 
@@ -87,11 +88,13 @@ def cut_layers(
     table: Mapping[str, Any],
     hooked: Collection[str],
     is_computed: Callable[[str], bool] = lambda name: True,
+    splits_tokens: bool = False,
 ) -> CutLayers:
     """Finds the plan of ``model`` and has its layers compute on parts, which are not cut yet.
 
     ``table`` is ``strategy.plan``, ``hooked`` names parameters with hooks of a user.
-    ``is_computed`` says which modules are this process's, by name.
+    ``is_computed`` says which modules are this process's, by name. ``splits_tokens`` cuts tokens
+    between pairs of layers, with the gradients of all whole parameters summed.
 
     Raises:
         ConfigError: there is no plan, or a size does not divide.
@@ -103,6 +106,8 @@ def cut_layers(
     check_alike(model, groups.stage)
     plan = find_plan(model, job.task, table, groups.mesh)
     plan = replace(plan, styles={n: s for n, s in plan.styles.items() if is_computed(n)})
+    if splits_tokens:
+        plan = split_outside(model, plan)
     layers.refuse_kinds(model, plan)
     check_sizes(model, plan, tp=tp, dp_shard=groups.mesh.dp_shard)
     cuts = layers.find_cuts(model, plan, is_computed)
@@ -131,6 +136,8 @@ def _summarise(
     whole = list(list_whole(model, plan))
     few = ", ".join(whole[:4]) + (", ..." if len(whole) > 4 else "")
     rest = f"; whole on each: {few}" if whole else ""
+    if any(style.splits_tokens for style in plan.styles.values()):
+        rest += "; tokens cut between pairs of layers"
     share = f"{cut / max(1, total):.0%} of the parameters"
     return f"layers cut over {tp} processes, {share}: {plan.summary}{rest}"
 

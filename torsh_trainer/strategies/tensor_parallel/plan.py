@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -22,8 +22,9 @@ STYLES = {
     "colwise_gather": "as colwise, and every process has all of the output",
     "rowwise": "each process takes its part of the input, and outputs are summed; of an embedding: "
     "each process has its part of the vocabulary",
-    "replicate": "whole on every process",
+    "replicate": "whole on every process; under strategy.sequence_parallel it sees all tokens",
     "replicate_sum": "whole on every process and used on parts: gradients are summed",
+    "replicate_split": "as replicate_sum, and each process takes its tokens of what it gives",
 }
 
 _ALIASES = {
@@ -42,11 +43,13 @@ _FUSED = ("qkv", "c_attn", "query_key_value", "in_proj", "wqkv", "gate_up", "kv_
 class Style:
     """How a module is cut. ``parts`` says that its outputs are so many projections of one size, one
     after the other, each cut by itself (a fused query, key and value: 3). ``heads`` is in how many
-    its outputs divide, None where nobody asks."""
+    its outputs divide, None where nobody asks. ``splits_tokens`` says that outside of pairs of
+    layers each process has some of the tokens, as ``strategy.sequence_parallel`` asks."""
 
     kind: str
     parts: int | None = None
     heads: int | None = None
+    splits_tokens: bool = False
 
     @classmethod
     def read(cls, given: Any, pattern: str) -> Style:
@@ -130,6 +133,23 @@ def find_plan(model: nn.Module, task: Task, table: Mapping[str, Any], mesh: Mesh
             fix="name layers as colwise and rowwise, or set mesh.tp=1",
         )
     return ParallelPlan(styles, source)
+
+
+def split_outside(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+    """``plan``, with tokens cut between pairs of layers.
+
+    Modules that it does not name see some of the tokens: their gradients are summed. Styles of the
+    model's ``sequence_plan()`` come before those of its own plan.
+    """
+    own_plan = getattr(model, "sequence_plan", None)
+    first = own_plan() if callable(own_plan) and plan.source == "the model's own" else {}
+    styles = dict(plan.styles)
+    for name, module in model.named_modules():
+        own = any(True for _ in module.parameters(recurse=False))
+        said = [value for pattern, value in first.items() if matches(pattern, name)]
+        if own and (said or name not in styles):
+            styles[name] = Style.read(said[-1] if said else "replicate_sum", name)
+    return replace(plan, styles={n: replace(s, splits_tokens=True) for n, s in styles.items()})
 
 
 def matches(pattern: str, name: str) -> bool:
