@@ -11,7 +11,7 @@ from pathlib import Path
 from torsh_trainer import __version__
 from torsh_trainer.config import command_line, help, tracebacks
 from torsh_trainer.config.roots import find_roots
-from torsh_trainer.errors import ConfigError, Interrupted, TorshError
+from torsh_trainer.errors import ConfigError, DryRun, Interrupted, TorshError
 from torsh_trainer.utils import registry
 from torsh_trainer.utils.foreign import readable
 from torsh_trainer.utils.masking import mask_text
@@ -135,6 +135,8 @@ def report_failure(work: Callable[[], int], *, debug: bool) -> int:
     except BrokenPipeError:  # the reader has seen enough (`--help | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except DryRun:  # whoever planned has printed it
+        return DryRun.exit_code
     except TorshError as error:
         return _print_error(error, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last door: everything gets words here

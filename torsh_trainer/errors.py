@@ -80,6 +80,12 @@ class Interrupted(TorshError):
         return 128 + int(self.facts.get("signal", 2))
 
 
+class DryRun(TorshError):
+    """Only the plan of a start was asked for: it has been printed, and nothing is begun."""
+
+    exit_code = 0
+
+
 _FEW = 60
 """More names than these are no offer."""
 

@@ -21,7 +21,7 @@ from torsh_trainer.config import asking, interrupts, sweep, tracebacks
 from torsh_trainer.config.overrides import bare_key
 from torsh_trainer.config.wording import as_failure, plain
 from torsh_trainer.config.written import as_written
-from torsh_trainer.errors import ConfigError, Interrupted, TorshError, nearest
+from torsh_trainer.errors import ConfigError, DryRun, Interrupted, TorshError, nearest
 from torsh_trainer.rundir import RunDir
 from torsh_trainer.utils.masking import mask_override, mask_tree
 from torsh_trainer.utils.registry import GROUPS, SETTINGS
@@ -98,10 +98,11 @@ class HydraJob:
             return self._run(settings, run_dir, _overrides(), self._answer_others(config), shown)
         except Exception as error:
             failure = as_failure(error)
-            refused = is_new and _is_refusal_in_own_folder(failure, run_dir)
+            asked = isinstance(failure, DryRun)
+            refused = is_new and (asked or _is_refusal_in_own_folder(failure, run_dir))
             if refused and RunDir(run_dir).take_back():
                 _remove_empty(run_dir.parent)
-            else:
+            elif not asked:
                 _leave_result(failure, run_dir, since=began)
             raise
 

@@ -1,4 +1,4 @@
-"""Faults for the doctor: hosts of their own in namespaces, and a clock and locks that lie."""
+"""Hosts of their own in namespaces, for whatever crosses machines; a clock and locks that lie."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[1]
+LAB = Path(__file__).with_name("lab.sh")
 TIMEOUT_S = 120
 
 LIES = r"""
@@ -82,6 +83,23 @@ def run_isolated(folder: Path, script: str, *, timeout_s: float = TIMEOUT_S) -> 
         timeout=timeout_s,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def in_lab(folder: Path, count: int, script: str, *, timeout_s: float = 300) -> str:
+    """Runs a script beside so many hosts (``lab.sh``); what it prints."""
+    done = subprocess.run(
+        [LAB, folder, str(count), "bash", "-euc", script],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.environ.get("PYTHONPATH", str(REPOSITORY)),
+            "OMP_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def read_checks(file: Path) -> dict[str, dict[str, Any]]:

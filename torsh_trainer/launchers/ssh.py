@@ -1,0 +1,300 @@
+"""The launcher over machines: an agent on each by ssh, which starts the processes there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torsh_trainer.environments.world import Rendezvous, World
+from torsh_trainer.errors import ConfigError, DryRun, ResourceError
+from torsh_trainer.hosts.names import JobHost, read_hostfile, read_hosts
+from torsh_trainer.hosts.ssh import SshWords
+from torsh_trainer.launchers import job
+from torsh_trainer.launchers.base import LaunchContext, Launcher, print_explanation
+from torsh_trainer.launchers.remote.by_ssh import AgentCommand, connect_all
+from torsh_trainer.launchers.remote.checks import (
+    PATIENCE_S,
+    check_code,
+    check_shared,
+    check_versions,
+)
+from torsh_trainer.launchers.remote.connection import AgentConnection, ask_all, close_all
+from torsh_trainer.launchers.remote.exporting import check_names, find_exported
+from torsh_trainer.launchers.remote.knobs import check_job_knobs, check_ssh_option
+from torsh_trainer.launchers.remote.meeting import choose_meeting
+from torsh_trainer.launchers.remote.paths import split_path
+from torsh_trainer.launchers.remote.transport import AgentSeat, Shown, transport_over
+
+_USER = re.compile(r"[A-Za-z0-9_][\w.-]*\$?", re.ASCII)
+_JUMP = re.compile(r"(?:[\w.-]+@)?[A-Za-z0-9_][\w.:-]*(?:,(?:[\w.-]+@)?[A-Za-z0-9_][\w.:-]*)*")
+
+
+@dataclass(frozen=True)
+class Ssh(Launcher):
+    """Starts processes on ``hosts`` (``a``, ``b:2`` with its slots), or on those of ``hostfile``.
+
+    ``processes_per_host`` auto takes the slots, else one per accelerator of the host, else one.
+    ``user``, ``port``, ``identity_file``, ``jump_host``, ``ssh_config`` and ``ssh_options``
+    (``Name=value`` of ``ssh_config``) are for OpenSSH's client, which checks keys of hosts as the
+    user's configuration says.
+    ``python`` None is this Python's path, ``folder`` None the current directory: both as they are
+    called on the hosts. ``export`` names variables of this process that the others get, by the
+    connection and never in a command line. ``address`` None is an address of the first host that
+    the others reach; ``port_to_meet`` None takes a free one. ``silence_s`` is after how long
+    without a word a host counts as lost. ``output`` all shows what every rank prints, with its name
+    before each line. ``dry_run`` prints what would be run on each host, and runs nothing.
+    """
+
+    name = "ssh"
+
+    hosts: tuple[str, ...] = ()
+    hostfile: Path | None = None
+    processes_per_host: int | Literal["auto"] = "auto"
+    user: str | None = None
+    port: int | None = None
+    identity_file: Path | None = None
+    jump_host: str | None = None
+    ssh_config: Path | None = None
+    ssh_options: tuple[str, ...] = ()
+    python: str | None = None
+    folder: str | None = None
+    shared_folder: bool = True
+    export: tuple[str, ...] = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*")
+    threads_per_process: int | Literal["auto"] = "auto"
+    address: str | None = None
+    port_to_meet: int | None = None
+    startup_timeout_s: float = 120.0
+    grace_s: float = 25.0
+    silence_s: float = 12.0
+    output: Shown = "rank_zero"
+    dry_run: bool = False
+    explain: bool = False
+
+    def __post_init__(self) -> None:
+        check_job_knobs(self)
+        check_names(self.export)
+        for option in self.ssh_options:
+            check_ssh_option(option)
+        for name, value, form in (("user", self.user, _USER), ("jump_host", self.jump_host, _JUMP)):
+            if value is not None and form.fullmatch(value) is None:
+                raise ConfigError(
+                    f"launcher.{name}={value!r} is no name that ssh is given",
+                    fix="write letters, digits, '.', '_' and '-', as in ~/.ssh/config",
+                )
+        for name, path in (("identity_file", self.identity_file), ("ssh_config", self.ssh_config)):
+            if path is not None and not path.expanduser().is_file():
+                raise ConfigError(
+                    f"launcher.{name}={path}: there is no such file", fix="correct the path"
+                )
+        if not self.shared_folder:
+            raise ConfigError(
+                "launcher.shared_folder=false cannot be honoured: code, configuration and results "
+                "are not carried to hosts and back",
+                fix="put the run on a file system that all hosts mount (hydra.run.dir), and leave "
+                "launcher.shared_folder=true",
+            )
+
+    def launch(self, entry: Callable[..., Any], *args: Any, context: LaunchContext) -> Any:
+        """See ``Launcher.launch``.
+
+        Raises:
+            ConfigError: hosts, versions, code or folders do not fit; each is named.
+            ResourceError: a host is not reached, or lost.
+            DryRun: ``dry_run`` is asked for, and what would be run is printed.
+        """
+        hosts = self._find_hosts(context)
+        command = self._command(context)
+        if self.dry_run:
+            raise self._plan(hosts, command)
+        if shutil.which("ssh") is None:
+            raise ResourceError(
+                "launcher=ssh needs ssh, which is not here", fix="apt install openssh-client"
+            )
+        exported = find_exported(self.export, context.env)
+        with self._connected([host.name for host in hosts], command) as connections:
+            placed = self._meet(hosts, connections, context)
+            if self.explain:
+                print_explanation(context, _plan_words(placed.worlds, hosts))
+            workers = job.Workers(
+                worlds=placed.worlds, env=exported, threads=None, log_dir=context.log_dir
+            )
+            threads = 0 if self.threads_per_process == "auto" else self.threads_per_process
+            seats = [
+                AgentSeat(
+                    connections[node], _name_interface(placed.interfaces[node], exported), threads
+                )
+                for node in (world.node_rank for world in placed.worlds)
+            ]
+            transport = transport_over(seats, shown=self.output)
+            limits = job.JobTimeouts(startup_s=self.startup_timeout_s, grace_s=self.grace_s)
+            return job.run(entry, args, workers=workers, transport=transport, limits=limits)
+
+    def size(self, context: LaunchContext) -> int:
+        hosts = self._find_hosts(context)
+        counts = [self._count(host) for host in hosts]
+        if None in counts:
+            raise ConfigError(
+                "launcher.processes_per_host=auto is known once the hosts are asked for their "
+                "accelerators",
+                fix="give launcher.processes_per_host, or slots: launcher.hosts=[a:2,b:2]",
+            )
+        return sum(count for count in counts if count is not None)
+
+    # -- before anything is started --------------------------------------------------------------
+
+    def _find_hosts(self, context: LaunchContext) -> tuple[JobHost, ...]:
+        found = context.found
+        if found is not None and (found.size > 1 or found.elastic):
+            raise ConfigError(
+                f"launcher=ssh starts the processes itself, and {found.source} has already started "
+                f"this one as one of {found.size}",
+                fix="start this command once, outside of it; or leave launcher=local",
+            )
+        if self.hostfile is not None:
+            return read_hostfile(self.hostfile.expanduser(), option="launcher.hostfile")
+        return read_hosts(self.hosts, option="launcher.hosts")
+
+    def _count(self, host: JobHost) -> int | None:
+        return host.slots if self.processes_per_host == "auto" else self.processes_per_host
+
+    def _command(self, context: LaunchContext) -> AgentCommand:
+        words: list[str] = ["-T", "-x"]
+        # A connection of our own, which ends when its client does; nothing of a login but a pipe.
+        for option in ("ControlPath=none", "RemoteCommand=none", "ClearAllForwardings=yes"):
+            words += ["-o", option]
+        if self.ssh_config is not None:
+            words += ["-F", str(self.ssh_config.expanduser())]
+        if self.user is not None:
+            words += ["-l", self.user]
+        if self.port is not None:
+            words += ["-p", str(self.port)]
+        if self.identity_file is not None:
+            words += ["-i", str(self.identity_file.expanduser()), "-o", "IdentitiesOnly=yes"]
+        if self.jump_host is not None:
+            words += ["-J", self.jump_host]
+        for option in self.ssh_options:
+            words += ["-o", option]
+        env = {"PYTHONSAFEPATH": "1"}
+        if context.env.get("PYTHONPATH"):
+            env["PYTHONPATH"] = context.env["PYTHONPATH"]
+        alive = SshWords(tuple(words), alive_s=max(1, round(self.silence_s / 3)))
+        return AgentCommand(alive, self.python or sys.executable, env)
+
+    def _plan(self, hosts: Sequence[JobHost], command: AgentCommand) -> DryRun:
+        """What would be run on each host, printed."""
+        for host in hosts:
+            count = self._count(host) or "one per accelerator there, or 1"
+            print(f"{host.name} (processes: {count})")
+            print(f"  {shlex.join(command.argv(host.name))}", flush=True)
+        return DryRun("launcher.dry_run=true: nothing was started")
+
+    # -- with the hosts --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _connected(
+        self, names: Sequence[str], command: AgentCommand
+    ) -> Iterator[list[AgentConnection]]:
+        connections = connect_all(names, command, silence_s=self.silence_s)
+        try:
+            yield connections
+        finally:
+            close_all(connections)
+
+    def _meet(
+        self,
+        hosts: Sequence[JobHost],
+        connections: Sequence[AgentConnection],
+        context: LaunchContext,
+    ) -> PlacedJob:
+        """Checks what the hosts have in common, and gives every process its place."""
+        patient = self.startup_timeout_s
+        greetings = ask_all(connections, "greet", [{}] * len(hosts), timeout_s=patient)
+        check_versions(connections, greetings)
+        here = {"folder": self.folder or str(Path.cwd()), "silence_s": self.silence_s}
+        for connection, answer in zip(
+            connections,
+            ask_all(connections, "settle", [here] * len(hosts), timeout_s=patient),
+            strict=True,
+        ):
+            if "refused" in answer:
+                raise ConfigError(
+                    f"{connection.host} cannot work in {here['folder']}: {answer['refused']}",
+                    fix="make that folder there, or name another: launcher.folder",
+                )
+        counts = self._ask_counts(hosts, connections)
+        folder = Path.cwd() if context.log_dir is None else context.log_dir.parent
+        check_shared(connections, folder, timeout_s=patient, patience_s=PATIENCE_S)
+        check_code(connections, _own_folders(), timeout_s=patient)
+        meeting, interfaces = choose_meeting(
+            connections, greetings, address=self.address, port=self.port_to_meet, timeout_s=patient
+        )
+        return PlacedJob(place_ranks(counts, meeting, source=self.name), tuple(interfaces))
+
+    def _ask_counts(
+        self, hosts: Sequence[JobHost], connections: Sequence[AgentConnection]
+    ) -> list[int]:
+        counts = [self._count(host) for host in hosts]
+        for node, count in enumerate(counts):
+            if count is None:
+                answer = connections[node].ask(
+                    "count_accelerators", timeout_s=self.startup_timeout_s
+                )
+                counts[node] = max(1, int(answer["count"]))
+        return [count for count in counts if count is not None]
+
+
+@dataclass(frozen=True)
+class PlacedJob:
+    """The places of all processes; ``interfaces`` are those by which hosts reach the first."""
+
+    worlds: tuple[World, ...]
+    interfaces: tuple[str, ...]
+
+
+def place_ranks(counts: Sequence[int], meeting: Rendezvous, *, source: str) -> tuple[World, ...]:
+    """The places of processes of which each host has so many, one host after the other."""
+    size = sum(counts)
+    return tuple(
+        World(
+            rank=sum(counts[:node]) + local_rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=count,
+            node_rank=node,
+            nodes=len(counts),
+            rendezvous=meeting,
+            source=source,
+        )
+        for node, count in enumerate(counts)
+        for local_rank in range(count)
+    )
+
+
+def _name_interface(name: str, exported: dict[str, str]) -> dict[str, str]:
+    """gloo takes the address of the host's own name, which many hosts have on the loopback."""
+    return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in exported else {}
+
+
+def _own_folders() -> list[str]:
+    """Folders of the user's code, those of this package left out: it is compared by itself."""
+    front, back = split_path(sys.path)
+    root = Path(__file__).parents[2]
+    folders = dict.fromkeys(str(Path(entry).absolute()) for entry in (*front, *back, "."))
+    return [folder for folder in folders if Path(folder) != root and Path(folder).is_dir()]
+
+
+def _plan_words(worlds: Sequence[World], hosts: Sequence[JobHost]) -> str:
+    meeting = worlds[0].rendezvous
+    assert meeting is not None, "processes to start have a meeting"
+    places = ", ".join(
+        f"{sum(world.node_rank == node for world in worlds)} on {host.name}"
+        for node, host in enumerate(hosts)
+    )
+    return f"starts {places}; they meet at {meeting.address}:{meeting.port}"
