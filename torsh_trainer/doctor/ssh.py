@@ -21,7 +21,7 @@ from torsh_trainer.hosts.names import is_host_name
 from torsh_trainer.hosts.ssh import KnobNames, SshWords, explain_end
 
 _PASSED_ON = ("PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
-_KNOBS = KnobNames(hosts="--hosts", port="--ssh=-p2222", python="--python")
+_KNOBS = KnobNames(hosts="--hosts", port="--ssh=-p2222", python="--python /usr/bin/python3")
 _START_TIMEOUT_S = 60.0
 
 

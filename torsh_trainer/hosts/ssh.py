@@ -15,16 +15,18 @@ CONNECT_TIMEOUT_S = 10
 class SshWords:
     """The words of a call of ssh: options of the user, and after how much silence it gives up.
 
-    It asks nothing, and checks keys of hosts as the user's configuration says.
+    ``further`` are options that only a program needs. It asks nothing, and checks keys of hosts as
+    the user's configuration says.
     """
 
     options: tuple[str, ...] = ()
+    further: tuple[str, ...] = ()
     alive_s: int = 5
     silences: int = 3
 
-    def reaching(self, host: str) -> list[str]:
+    def reaching(self, host: str) -> str:
         """What a user types to try it."""
-        return ["ssh", *self.options, "--", host]
+        return shlex.join(["ssh", *self.options, host])
 
     def running(self, host: str, remote: str) -> list[str]:
         """An argument list that has the shell of ``host`` run ``remote``, which is quoted."""
@@ -35,7 +37,7 @@ class SshWords:
             "ServerAliveCountMax": self.silences,
         }
         words = [word for name, value in timeouts.items() for word in ("-o", f"{name}={value}")]
-        return ["ssh", *words, *self.options, "--", host, remote]
+        return ["ssh", *words, *self.further, *self.options, "--", host, remote]
 
 
 def quote_remote(words: Sequence[str]) -> str:
@@ -48,7 +50,7 @@ def quote_remote(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class KnobNames:
-    """How a command calls what mends a refusal of ssh."""
+    """What mends a refusal of ssh, as a user of the command writes it."""
 
     hosts: str
     port: str
@@ -122,11 +124,11 @@ _ENDS = (
     (
         "No such file or directory",
         "the Python of this host is not there",
-        "name the one that is there: {python} /usr/bin/python3",
+        "name the one that is there: {python}",
     ),
     (
         "not found",
         "the Python of this host is not there",
-        "name the one that is there: {python} /usr/bin/python3",
+        "name the one that is there: {python}",
     ),
 )

@@ -32,6 +32,10 @@ from torsh_trainer.launchers.remote.meeting import choose_meeting
 from torsh_trainer.launchers.remote.paths import split_path
 from torsh_trainer.launchers.remote.transport import AgentSeat, Shown, transport_over
 
+_OPTIONS = ("ControlPath=none", "RemoteCommand=none", "ClearAllForwardings=yes")
+_FURTHER = ("-T", "-x", *(word for option in _OPTIONS for word in ("-o", option)))
+"""A connection of our own, which ends when its client does, and nothing of a login but a pipe."""
+
 _USER = re.compile(r"[A-Za-z0-9_][\w.-]*\$?", re.ASCII)
 _JUMP = re.compile(r"(?:[\w.-]+@)?[A-Za-z0-9_][\w.:-]*(?:,(?:[\w.-]+@)?[A-Za-z0-9_][\w.:-]*)*")
 
@@ -41,13 +45,13 @@ class Ssh(Launcher):
     """Starts processes on ``hosts`` (``a``, ``b:2`` with its slots), or on those of ``hostfile``.
 
     ``processes_per_host`` auto takes the slots, else one per accelerator of the host, else one.
-    ``user``, ``port``, ``identity_file``, ``jump_host``, ``ssh_config`` and ``ssh_options``
+    ``user``, ``ssh_port``, ``identity_file``, ``jump_host``, ``ssh_config`` and ``ssh_options``
     (``Name=value`` of ``ssh_config``) are for OpenSSH's client, which checks keys of hosts as the
     user's configuration says.
     ``python`` None is this Python's path, ``folder`` None the current directory: both as they are
     called on the hosts. ``export`` names variables of this process that the others get, by the
     connection and never in a command line. ``address`` None is an address of the first host that
-    the others reach; ``port_to_meet`` None takes a free one. ``silence_s`` is after how long
+    the others reach; ``port`` None takes a free one. ``silence_s`` is after how long
     without a word a host counts as lost. ``output`` all shows what every rank prints, with its name
     before each line. ``dry_run`` prints what would be run on each host, and runs nothing.
     """
@@ -58,7 +62,7 @@ class Ssh(Launcher):
     hostfile: Path | None = None
     processes_per_host: int | Literal["auto"] = "auto"
     user: str | None = None
-    port: int | None = None
+    ssh_port: int | None = None
     identity_file: Path | None = None
     jump_host: str | None = None
     ssh_config: Path | None = None
@@ -69,7 +73,7 @@ class Ssh(Launcher):
     export: tuple[str, ...] = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*")
     threads_per_process: int | Literal["auto"] = "auto"
     address: str | None = None
-    port_to_meet: int | None = None
+    port: int | None = None
     startup_timeout_s: float = 120.0
     grace_s: float = 25.0
     silence_s: float = 12.0
@@ -165,16 +169,13 @@ class Ssh(Launcher):
         return host.slots if self.processes_per_host == "auto" else self.processes_per_host
 
     def _command(self, context: LaunchContext) -> AgentCommand:
-        words: list[str] = ["-T", "-x"]
-        # A connection of our own, which ends when its client does; nothing of a login but a pipe.
-        for option in ("ControlPath=none", "RemoteCommand=none", "ClearAllForwardings=yes"):
-            words += ["-o", option]
+        words: list[str] = []
         if self.ssh_config is not None:
             words += ["-F", str(self.ssh_config.expanduser())]
         if self.user is not None:
             words += ["-l", self.user]
-        if self.port is not None:
-            words += ["-p", str(self.port)]
+        if self.ssh_port is not None:
+            words += ["-p", str(self.ssh_port)]
         if self.identity_file is not None:
             words += ["-i", str(self.identity_file.expanduser()), "-o", "IdentitiesOnly=yes"]
         if self.jump_host is not None:
@@ -184,8 +185,9 @@ class Ssh(Launcher):
         env = {"PYTHONSAFEPATH": "1"}
         if context.env.get("PYTHONPATH"):
             env["PYTHONPATH"] = context.env["PYTHONPATH"]
-        alive = SshWords(tuple(words), alive_s=max(1, round(self.silence_s / 3)))
-        return AgentCommand(alive, self.python or sys.executable, env)
+        alive_s = max(1, round(self.silence_s / 3))
+        ssh = SshWords(tuple(words), further=_FURTHER, alive_s=alive_s)
+        return AgentCommand(ssh, self.python or sys.executable, env)
 
     def _plan(self, hosts: Sequence[JobHost], command: AgentCommand) -> DryRun:
         """What would be run on each host, printed."""
@@ -233,7 +235,7 @@ class Ssh(Launcher):
         check_shared(connections, folder, timeout_s=patient, patience_s=PATIENCE_S)
         check_code(connections, _own_folders(), timeout_s=patient)
         meeting, interfaces = choose_meeting(
-            connections, greetings, address=self.address, port=self.port_to_meet, timeout_s=patient
+            connections, greetings, address=self.address, port=self.port, timeout_s=patient
         )
         return PlacedJob(place_ranks(counts, meeting, source=self.name), tuple(interfaces))
 
@@ -284,9 +286,9 @@ def _name_interface(name: str, exported: dict[str, str]) -> dict[str, str]:
 
 def _own_folders() -> list[str]:
     """Folders of the user's code, those of this package left out: it is compared by itself."""
-    front, back = split_path(sys.path)
+    front, _ = split_path(sys.path)
     root = Path(__file__).parents[2]
-    folders = dict.fromkeys(str(Path(entry).absolute()) for entry in (*front, *back, "."))
+    folders = dict.fromkeys(str(Path(entry).absolute()) for entry in (*front, "."))
     return [folder for folder in folders if Path(folder) != root and Path(folder).is_dir()]
 
 

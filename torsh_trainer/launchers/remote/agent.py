@@ -15,6 +15,7 @@ other their versions before anything else is opened. To here: ``("ask", what, va
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import select
@@ -152,7 +153,9 @@ class Agent:
         except TorshError as error:
             return {"refused": error.sentence, "fix": error.fix}
         except OSError as error:
-            return {"refused": str(error), "fix": ""}
+            known = error.errno in errno.errorcode  # Python puts more into the words of some
+            words = os.strerror(error.errno) if known and error.errno else str(error)
+            return {"refused": words, "fix": ""}
 
     def _settle(self, *, folder: str, silence_s: float) -> dict[str, Any]:
         """Goes to the working directory, and takes how long the launcher may be silent."""

@@ -15,7 +15,11 @@ from torsh_trainer.launchers.messages import Sender
 from torsh_trainer.launchers.remote.connection import AgentConnection, MarkedInbox
 
 AGENT = "torsh_trainer.launchers.remote.agent"
-KNOBS = KnobNames(hosts="launcher.hosts", port="launcher.port", python="launcher.python")
+KNOBS = KnobNames(
+    hosts="launcher.hosts",
+    port="launcher.ssh_port=2222",
+    python="launcher.python=/usr/bin/python3",
+)
 _END_S = 10.0
 _LINES = 50
 
@@ -75,7 +79,7 @@ class SshConnection(AgentConnection):
             code = None
         self._reading.join(1)
         said = [line for line in self._said if line]
-        tried = " ".join(self._command.ssh.reaching(self.host))
+        tried = self._command.ssh.reaching(self.host)
         if self._marked.marked:
             lines = said or [self._describe_end(code)]
             return ResourceError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,12 +81,12 @@ def check_code(
     Raises:
         ConfigError: names the folder, and the hosts.
     """
-    ours = {folder: found for folder in folders if (found := hash_code(Path(folder)))}
-    wanted = {"folders": list(ours)}
-    answers = ask_all(connections, "hash_folders", [wanted] * len(connections), timeout_s=timeout_s)
-    for folder, here in ours.items():
-        others = [c.host for c, answer in _pairs(connections, answers) if answer[folder] != here]
-        if others:
+    for last in (False, True):  # somebody may have saved a file between two looks
+        differing = _compare_code(connections, folders, timeout_s=timeout_s)
+        if not differing:
+            return
+        if last:
+            folder, others = next(iter(differing.items()))
             raise ConfigError(
                 f"the Python files of {folder} are not the same on {', '.join(others)}: ranks "
                 "would run different code",
@@ -93,6 +94,23 @@ def check_code(
                 "all hosts mount",
                 hosts=others,
             )
+
+
+def _compare_code(
+    connections: Sequence[AgentConnection], folders: Sequence[str], *, timeout_s: float
+) -> dict[str, list[str]]:
+    """Folder -> the hosts on which it is another."""
+    wanted = {"folders": list(folders)}
+    for connection in connections:
+        connection.send("ask", "hash_folders", wanted)
+    ours = {folder: found for folder in folders if (found := hash_code(Path(folder)))}
+    deadline_s = time.monotonic() + timeout_s
+    answers = [connection.take_answer(deadline_s) for connection in connections]
+    found = {
+        folder: [c.host for c, answer in _pairs(connections, answers) if answer[folder] != here]
+        for folder, here in ours.items()
+    }
+    return {folder: hosts for folder, hosts in found.items() if hosts}
 
 
 def _pairs(

@@ -21,7 +21,7 @@ _OURS = {
     "controlpath": "the connection ends with its client",
     "controlmaster": "the connection ends with its client",
     "controlpersist": "the connection ends with its client",
-    "port": "write launcher.port",
+    "port": "write launcher.ssh_port",
     "user": "write launcher.user",
     "proxyjump": "write launcher.jump_host",
 }
@@ -72,7 +72,7 @@ def check_job_knobs(knobs: Any) -> None:
                 f"launcher.{name}={value} is no number of {name.partition('_')[0]}",
                 fix="set it to 1 or more, or to auto",
             )
-    for name in ("port", "port_to_meet"):
+    for name in ("port", "ssh_port"):
         value = getattr(knobs, name, None)
         if value is not None and not 0 < value < 65536:
             raise ConfigError(f"launcher.{name}={value} is not a port", fix="choose 1 to 65535")
