@@ -18,18 +18,11 @@ from torsh_trainer.hosts.names import JobHost, read_hostfile, read_hosts
 from torsh_trainer.hosts.ssh import SshWords
 from torsh_trainer.launchers import job
 from torsh_trainer.launchers.base import LaunchContext, Launcher, print_explanation
+from torsh_trainer.launchers.remote.agreeing import Agreement, Terms, agree
 from torsh_trainer.launchers.remote.by_ssh import AgentCommand, connect_all
-from torsh_trainer.launchers.remote.checks import (
-    PATIENCE_S,
-    check_code,
-    check_shared,
-    check_versions,
-)
-from torsh_trainer.launchers.remote.connection import AgentConnection, ask_all, close_all
+from torsh_trainer.launchers.remote.connection import AgentConnection, close_all
 from torsh_trainer.launchers.remote.exporting import check_names, find_exported
 from torsh_trainer.launchers.remote.knobs import check_job_knobs, check_ssh_option
-from torsh_trainer.launchers.remote.meeting import choose_meeting
-from torsh_trainer.launchers.remote.paths import split_path
 from torsh_trainer.launchers.remote.transport import AgentSeat, Shown, transport_over
 
 _OPTIONS = ("ControlPath=none", "RemoteCommand=none", "ClearAllForwardings=yes")
@@ -131,9 +124,7 @@ class Ssh(Launcher):
             )
             threads = 0 if self.threads_per_process == "auto" else self.threads_per_process
             seats = [
-                AgentSeat(
-                    connections[node], _name_interface(placed.interfaces[node], exported), threads
-                )
+                AgentSeat(connections[node], placed.agreed.variables(node, exported), threads)
                 for node in (world.node_rank for world in placed.worlds)
             ]
             transport = transport_over(seats, shown=self.output)
@@ -216,28 +207,10 @@ class Ssh(Launcher):
         context: LaunchContext,
     ) -> PlacedJob:
         """Checks what the hosts have in common, and gives every process its place."""
-        patient = self.startup_timeout_s
-        greetings = ask_all(connections, "greet", [{}] * len(hosts), timeout_s=patient)
-        check_versions(connections, greetings)
-        here = {"folder": self.folder or str(Path.cwd()), "silence_s": self.silence_s}
-        for connection, answer in zip(
-            connections,
-            ask_all(connections, "settle", [here] * len(hosts), timeout_s=patient),
-            strict=True,
-        ):
-            if "refused" in answer:
-                raise ConfigError(
-                    f"{connection.host} cannot work in {here['folder']}: {answer['refused']}",
-                    fix="make that folder there, or name another: launcher.folder",
-                )
+        terms = Terms(self.folder, self.address, self.port, self.startup_timeout_s, self.silence_s)
+        agreed = agree(connections, (), terms=terms, context=context)
         counts = self._ask_counts(hosts, connections)
-        folder = Path.cwd() if context.log_dir is None else context.log_dir.parent
-        check_shared(connections, folder, timeout_s=patient, patience_s=PATIENCE_S)
-        check_code(connections, _own_folders(), timeout_s=patient)
-        meeting, interfaces = choose_meeting(
-            connections, greetings, address=self.address, port=self.port, timeout_s=patient
-        )
-        return PlacedJob(place_ranks(counts, meeting, source=self.name), tuple(interfaces))
+        return PlacedJob(place_ranks(counts, agreed.meeting, source=self.name), agreed)
 
     def _ask_counts(
         self, hosts: Sequence[JobHost], connections: Sequence[AgentConnection]
@@ -254,10 +227,10 @@ class Ssh(Launcher):
 
 @dataclass(frozen=True)
 class PlacedJob:
-    """The places of all processes; ``interfaces`` are those by which hosts reach the first."""
+    """The places of all processes, and what their hosts have agreed on."""
 
     worlds: tuple[World, ...]
-    interfaces: tuple[str, ...]
+    agreed: Agreement
 
 
 def place_ranks(counts: Sequence[int], meeting: Rendezvous, *, source: str) -> tuple[World, ...]:
@@ -277,19 +250,6 @@ def place_ranks(counts: Sequence[int], meeting: Rendezvous, *, source: str) -> t
         for node, count in enumerate(counts)
         for local_rank in range(count)
     )
-
-
-def _name_interface(name: str, exported: dict[str, str]) -> dict[str, str]:
-    """gloo takes the address of the host's own name, which many hosts have on the loopback."""
-    return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in exported else {}
-
-
-def _own_folders() -> list[str]:
-    """Folders of the user's code, those of this package left out: it is compared by itself."""
-    front, _ = split_path(sys.path)
-    root = Path(__file__).parents[2]
-    folders = dict.fromkeys(str(Path(entry).absolute()) for entry in (*front, "."))
-    return [folder for folder in folders if Path(folder) != root and Path(folder).is_dir()]
 
 
 def _plan_words(worlds: Sequence[World], hosts: Sequence[JobHost]) -> str:

@@ -231,6 +231,7 @@ LAUNCHERS = PluginKind(
     {
         "inline": "torsh_trainer.launchers.inline:Inline",
         "local": "torsh_trainer.launchers.local:Local",
+        "mpirun": "torsh_trainer.launchers.mpirun:MpirunLauncher",
         "ssh": "torsh_trainer.launchers.ssh:Ssh",
     },
     contract="torsh_trainer.launchers.base:Launcher",

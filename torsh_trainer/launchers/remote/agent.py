@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,9 @@ class HostedWorker:
 class Agent:
     """Does what comes through the connection, until that ends."""
 
-    def __init__(self, inbox: Inbox, sender: Sender, *, slots: Sequence[ProcessSlot] = ()) -> None:
+    def __init__(self, inbox: Inbox, sender: Sender, *, slot: ProcessSlot | None = None) -> None:
         self._inbox, self._sender = inbox, sender
-        self._slots = slots
+        self._slot = slot
         self._payload: Payload | None = None
         self._transport: LocalTransport | None = None
         self._listener: socket.socket | None = None
@@ -203,7 +203,8 @@ class Agent:
             listen_fd = self._listener.fileno()
             worlds = tuple(_with_listener(world, listen_fd) for world in payload.worlds)
             self._payload = payload = replace(payload, worlds=worlds)
-        return LocalTransport(payload, listener=self._listener, seats=self._slots)
+        seats = () if self._slot is None else [self._slot] * len(payload.worlds)
+        return LocalTransport(payload, listener=self._listener, seats=seats)
 
     def _relay(self, worker: HostedWorker) -> None:
         code = worker.handle.exit_code()

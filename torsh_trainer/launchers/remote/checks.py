@@ -14,9 +14,6 @@ from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.hosts.versions import collect_versions, hash_code, hash_package
 from torsh_trainer.launchers.remote.connection import AgentConnection, ask_all
 
-PATIENCE_S = 10.0
-"""How long a file may take to be seen on another host (NFS keeps what it knew for a while)."""
-
 Answers = Sequence[Mapping[str, Any]]
 
 
@@ -106,11 +103,11 @@ def _compare_code(
     ours = {folder: found for folder in folders if (found := hash_code(Path(folder)))}
     deadline_s = time.monotonic() + timeout_s
     answers = [connection.take_answer(deadline_s) for connection in connections]
-    found = {
+    differing = {
         folder: [c.host for c, answer in _pairs(connections, answers) if answer[folder] != here]
         for folder, here in ours.items()
     }
-    return {folder: hosts for folder, hosts in found.items() if hosts}
+    return {folder: hosts for folder, hosts in differing.items() if hosts}
 
 
 def _pairs(

@@ -53,21 +53,22 @@ def check_ssh_option(text: str) -> None:
         )
 
 
-def check_job_knobs(knobs: Any) -> None:
+def check_job_knobs(knobs: Any, *, hosts_needed: bool = True) -> None:
     """Holds the numbers and texts of a launcher over hosts against what they can be.
 
     Raises:
         ConfigError: names the knob.
     """
-    if bool(knobs.hosts) == (knobs.hostfile is not None):
-        said = "both name hosts" if knobs.hosts else "name none"
+    given = bool(knobs.hosts) + (knobs.hostfile is not None)
+    if given == 2 or (hosts_needed and not given):
+        said = "both name hosts" if given else "name none"
         raise ConfigError(
             f"launcher.hosts and launcher.hostfile {said}",
             fix=f"give one of them: launcher={knobs.name} launcher.hosts=[a,b:2]",
         )
-    for name in ("processes_per_host", "threads_per_process"):
-        value = getattr(knobs, name)
-        if value != "auto" and (isinstance(value, bool) or value < 1):
+    for name in ("processes_per_host", "threads_per_process", "num_processes"):
+        value = getattr(knobs, name, None)
+        if value not in ("auto", None) and (isinstance(value, bool) or value < 1):
             raise ConfigError(
                 f"launcher.{name}={value} is no number of {name.partition('_')[0]}",
                 fix="set it to 1 or more, or to auto",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torsh_trainer import environments
 from torsh_trainer.hosts.interfaces import list_interfaces
 from torsh_trainer.hosts.versions import collect_versions, hash_code, hash_package
 from torsh_trainer.launchers.hardware import accelerators
@@ -30,6 +31,17 @@ def greet() -> dict[str, Any]:
             if one.is_up and one.address and not one.is_loopback and not one.is_virtual
         ],
     }
+
+
+def tell_place() -> dict[str, Any]:
+    """Which of the processes of a job this is, by the variables of whatever has started it."""
+    # Where they meet is the launcher's to say, once it knows where rank 0 is.
+    world = environments.detect({**os.environ, "MASTER_ADDR": "unknown", "MASTER_PORT": "1"})
+    if world is None:
+        return {"refused": "nothing has told this process its rank"}
+    kept = ("rank", "size", "local_rank", "local_size", "node_rank", "nodes", "source")
+    told = {name: getattr(world, name) for name in kept}
+    return {"host": socket.gethostname(), **told}
 
 
 def count_accelerators() -> dict[str, Any]:
@@ -91,6 +103,7 @@ def _interface_of(address: str) -> str:
 
 QUESTIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "greet": greet,
+    "tell_place": tell_place,
     "count_accelerators": count_accelerators,
     "find_file": find_file,
     "hash_folders": hash_folders,
