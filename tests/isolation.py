@@ -234,9 +234,11 @@ class Lab:
                 found[int(entry.name)] = command
         return found
 
-    def await_empty(self, *hosts: str) -> None:
-        """Returns once nothing of a job runs on hosts."""
-        _wait_until(lambda: not any(self.programs_on(host) for host in hosts))
+    def await_empty(self, *hosts: str, of: str = "") -> None:
+        """Returns once nothing of a job runs on hosts, or nothing with ``of`` in its command."""
+        _wait_until(
+            lambda: not any(of in c for host in hosts for c in self.programs_on(host).values())
+        )
 
     @staticmethod
     def _enter(pid: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""``launcher=ssh`` over machines: namespaces of this one, with own network, name and processes.
+"""``launcher=ssh`` and ``mpirun`` over machines: namespaces with own network, name, processes.
 
 What is killed, unplugged or refused is so in earnest; afterwards nothing of the job runs anywhere.
 """
@@ -23,6 +23,7 @@ import os, signal, socket, sys, time
 from pathlib import Path
 from torsh_trainer.errors import TorshError
 from torsh_trainer.launchers.base import LaunchContext
+from torsh_trainer.launchers.mpirun import MpirunLauncher
 from torsh_trainer.launchers.ssh import Ssh
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,9 +63,15 @@ def meets(world):
     return {"total": total.item(), "at": world.rendezvous.address}
 
 started = time.monotonic()
-knobs = {"ssh_config": Path(sys.argv[3]), "silence_s": 4.0, **eval(sys.argv[4])}
+kind, keys, knobs = sys.argv[3], Path(sys.argv[4]), {"silence_s": 4.0, **eval(sys.argv[5])}
+if kind == "ssh":
+    knobs["ssh_config"] = keys / "ssh_config"
+else:
+    # Hosts of a fresh lab have the names and the numbers of processes of those before it.
+    words = f"--prtemca plm_ssh_agent {keys}/ssh --prtemca prte_tmpdir_base {keys}"
+    knobs["mpirun_arguments"] = tuple(words.split())
 try:
-    launcher = Ssh(hosts=tuple(hosts), **knobs)
+    launcher = {"ssh": Ssh, "mpirun": MpirunLauncher}[kind](hosts=tuple(hosts), **knobs)
     print("answer", launcher.launch(globals()[sys.argv[2]], context=context))
 except TorshError as error:
     print(type(error).__name__, error, error.facts.get("rank"), error.facts.get("answer"))
@@ -76,6 +83,8 @@ except TorshError as error:
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     require_isolation()
     found = Lab(tmp_path_factory.mktemp("lab"), len(HOSTS))
+    (found.folder / "ssh").write_text(f'#!/bin/sh\nexec ssh -F {found.ssh_config} "$@"\n')
+    (found.folder / "ssh").chmod(0o755)
     yield found
     found.close()
 
@@ -84,12 +93,12 @@ class Job:
     """A script at the head of the lab that launches ``entry`` on hosts."""
 
     def __init__(
-        self, lab: Lab, folder: Path, hosts: str, entry: str = "deaf", **knobs: object
+        self, lab: Lab, folder: Path, hosts: str, entry: str = "deaf", *, kind: str = "ssh"
     ) -> None:
         self.folder, self.hosts, self.lab = folder, hosts, lab
         folder.mkdir(exist_ok=True)
         (folder / "script.py").write_text(PRELUDE)
-        words = [sys.executable, "script.py", hosts, entry, lab.ssh_config, repr(knobs)]
+        words = [sys.executable, "script.py", hosts, entry, kind, lab.folder, "{}"]
         self.process: LabProcess = lab.at_head(words, cwd=folder, env=os.environ)
 
     def await_ranks(self, count: int) -> None:
@@ -126,6 +135,7 @@ def test_two_hosts_of_two_processes_reduce_over_all_though_they_call_themselves_
     assert "answer {'total': 10.0, 'at': '10.99.0.1'}" in out
 
 
+@pytest.mark.exhaustive
 def test_unequal_hosts_and_two_jobs_at_once(lab, tmp_path):
     first = Job(lab, tmp_path / "a", "lab1:2,lab2:1", "meets")
     second = Job(lab, tmp_path / "b", "lab2:1,lab1:1", "meets")
@@ -138,6 +148,7 @@ def test_unequal_hosts_and_two_jobs_at_once(lab, tmp_path):
 # -- what dies ------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_job_with_its_words(lab, tmp_path):
     job = Job(lab, tmp_path, "lab1:2,lab2:1")
     job.await_ranks(3)
@@ -147,6 +158,7 @@ def test_a_killed_rank_ends_the_job_with_its_words(lab, tmp_path):
     assert "WorkerError rank 2 on lab2 was killed by SIGKILL" in out
 
 
+@pytest.mark.exhaustive
 def test_a_killed_ssh_ends_the_job_on_all_hosts(lab, tmp_path):
     job = Job(lab, tmp_path, "lab1,lab2")
     job.await_ranks(2)
@@ -164,6 +176,7 @@ def test_a_killed_launcher_leaves_nothing_anywhere(lab, tmp_path):
     job.end()
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_launcher_is_a_lost_one_for_its_hosts(lab, tmp_path):
     job = Job(lab, tmp_path, "lab1,lab2")
     job.await_ranks(2)
@@ -194,6 +207,7 @@ def test_a_host_that_is_switched_off_ends_the_job(lab, tmp_path):
     assert "rank 1 is lost with its host: lab3: the connection ended" in out
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_lets_all_hosts_save(lab, tmp_path):
     job = Job(lab, tmp_path, "lab1:2,lab2:1", "saves")
     job.await_ranks(3)
@@ -202,6 +216,50 @@ def test_ctrl_c_lets_all_hosts_save(lab, tmp_path):
     assert code == 130
     assert "Interrupted stopped by Ctrl-C (SIGINT) None [2]" in out
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(3))
+
+
+# -- by mpirun ------------------------------------------------------------------------------------
+
+
+def test_mpirun_starts_processes_on_two_hosts_that_meet(lab, tmp_path):
+    code, out = Job(lab, tmp_path, "lab1:2,lab2:1", "meets", kind="mpirun").end()
+    assert code == 0, out
+    assert "answer {'total': 6.0, 'at': '10.99.0.1'}" in out
+
+
+@pytest.mark.exhaustive
+def test_a_rank_of_mpirun_that_is_killed_ends_the_job_with_its_words(lab, tmp_path):
+    job = Job(lab, tmp_path, "lab1:1,lab2:1", kind="mpirun")
+    job.await_ranks(2)
+    os.kill(job.rank_on("lab2"), signal.SIGKILL)
+    code, out = job.end()
+    assert code == 3
+    assert "WorkerError rank 1 on lab2 was killed by SIGKILL" in out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", ["mpirun", "launcher"])
+def test_a_killed_mpirun_or_launcher_leaves_nothing_anywhere(lab, tmp_path, victim):
+    job = Job(lab, tmp_path, "lab1:1,lab2:1", kind="mpirun")
+    job.await_ranks(2)
+    (mpirun,) = [pid for pid, words in children(job.process.pid) if "-n 2" in words]
+    os.kill(mpirun if victim == "mpirun" else job.process.pid, signal.SIGKILL)
+    code, out = job.end()
+    if victim == "mpirun":
+        assert code == 3
+        assert "is lost with its host" in out
+
+
+@pytest.mark.exhaustive
+def test_an_unplugged_host_of_mpirun_is_noticed(lab, tmp_path):
+    job = Job(lab, tmp_path, "lab1:1,lab4:1", kind="mpirun")
+    job.await_ranks(2)
+    lab.run_at_head("ip", "link", "set", "ve4", "down")
+    lab.await_empty("lab1", "lab4", of="torsh_trainer")  # Open MPI's own daemon waits on
+    lab.run_at_head("ip", "link", "set", "ve4", "up")
+    code, out = job.end()
+    assert code == 3
+    assert "is lost with its host" in out
 
 
 def children(pid: int) -> list[tuple[int, str]]:

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import pytest
-
-from torsh_trainer.environments.world import World
-from torsh_trainer.errors import ConfigError, DryRun, ResourceError
-from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.mpirun import MpirunLauncher
 from torsh_trainer.testing import LauncherContract
 

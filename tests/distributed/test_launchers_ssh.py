@@ -37,6 +37,7 @@ class TestLauncher(LauncherContract):
         type(self).launcher = Ssh(hosts=(f"{HERE}:2",), ssh_config=sshd.config)
 
 
+@pytest.mark.exhaustive  # the launcher starts, tells and ends its workers by it
 class TestTransport(TransportContract):
     @pytest.fixture(autouse=True)
     def _reach(self, sshd: Sshd) -> Iterator[None]:

@@ -106,7 +106,7 @@ class MpirunLauncher(Launcher):
             with open_reception(alone=alone) as reception, contextlib.ExitStack() as stack:
                 _write_hosts(Path(name) / "hosts", hosts)
                 started = stack.enter_context(MpirunProcess(command, context.env, reception))
-                if alone:
+                if alone:  # nobody else's connections are wanted
                     confine(started.pid)
                 agents = self._await_agents(reception, started)
                 stack.callback(close_all, [agent for agent, _ in agents])
@@ -194,7 +194,7 @@ class MpirunLauncher(Launcher):
         found = reception.await_calls(
             is_complete, until_s=until_s, silence_s=self.silence_s, ended=started.explain_end
         )
-        return sorted(((one, places[one]) for one in found), key=lambda pair: pair[1].rank)
+        return _number_hosts([(one, places[one]) for one in found])
 
     def _run(
         self,
@@ -251,6 +251,28 @@ def _read_place(agent: SocketConnection, told: Mapping[str, Any]) -> World:
     return World(**{name: value for name, value in told.items() if name != "host"})
 
 
+def _number_hosts(
+    agents: Sequence[tuple[SocketConnection, World]],
+) -> list[tuple[SocketConnection, World]]:
+    """The agents by rank, their hosts numbered: MPI's variables tell no numbers of hosts.
+
+    Raises:
+        ResourceError: two hosts have one name.
+    """
+    by_rank = sorted(agents, key=lambda pair: pair[1].rank)
+    hosts = list(dict.fromkeys(agent.host for agent, _ in by_rank))
+    seats = [(agent.host, place.local_rank) for agent, place in by_rank]
+    twice = next((host for host, seat in seats if seats.count((host, seat)) > 1), None)
+    if twice is not None:
+        raise ResourceError(
+            f"two hosts call themselves {twice}", fix="hostnamectl set-hostname, another for each"
+        )
+    return [
+        (agent, replace(place, node_rank=hosts.index(agent.host), nodes=len(hosts)))
+        for agent, place in by_rank
+    ]
+
+
 def _meet_at(place: World, meeting: Rendezvous) -> World:
     return replace(place, rendezvous=meeting if place.size > 1 else None)
 
@@ -295,7 +317,7 @@ class MpirunProcess:
         told = [line.strip() for line in lines if line.strip("- \t")]
         killed = f"signal {-code}" if code < 0 else f"exit code {code}"
         return ResourceError(
-            f"mpirun ended: {' '.join(told[:4]) or killed}",
+            f"mpirun ended: {' '.join(told[:8]) or killed}",
             fix="launcher.dry_run=true prints its command: try it by hand with hostname at its end",
         )
 
