@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.isolation import Sshd
+from torsh_trainer.environments.world import Rendezvous, World
+from torsh_trainer.errors import ConfigError, DryRun
 from torsh_trainer.hosts.ssh import SshWords
+from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.inside import Payload
 from torsh_trainer.launchers.remote.by_ssh import AgentCommand, SshConnection
 from torsh_trainer.launchers.remote.connection import close_all
 from torsh_trainer.launchers.remote.transport import AgentSeat, AgentTransport
-from torsh_trainer.launchers.ssh import Ssh
+from torsh_trainer.launchers.ssh import Ssh, place_ranks
 from torsh_trainer.launchers.transport import Transport
 from torsh_trainer.testing import LauncherContract, TransportContract
 
@@ -52,3 +57,87 @@ class TestTransport(TransportContract):
         connection = SshConnection(HERE, command, silence_s=60.0)
         self.opened.append(connection)
         return AgentTransport(payload, seats=[AgentSeat(connection)] * 2, shown="rank_zero")
+
+
+CONTEXT = LaunchContext(env={"PATH": os.environ["PATH"], "PYTHONPATH": "/my code"})
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({}, "launcher.hosts and launcher.hostfile name none"),
+        ({"hosts": ("a",), "hostfile": Path("x")}, "both name hosts"),
+        ({"processes_per_host": 0}, "launcher.processes_per_host=0 is no number of processes"),
+        ({"threads_per_process": -1}, "launcher.threads_per_process=-1 is no number of threads"),
+        ({"ssh_port": 70000}, "launcher.ssh_port=70000 is not a port"),
+        ({"port": 0}, "launcher.port=0 is not a port"),
+        ({"silence_s": 0.1}, "launcher.silence_s=0.1 is too short"),
+        ({"grace_s": float("nan")}, "launcher.grace_s=nan is too short"),
+        ({"startup_timeout_s": float("inf")}, "launcher.startup_timeout_s=inf"),
+        ({"python": "-c"}, "launcher.python='-c' is no path or name"),
+        ({"folder": "a\nb"}, "is no path or name"),
+        ({"identity_file": Path("/no/key")}, "launcher.identity_file=/no/key: there is no such"),
+        ({"ssh_config": Path("/no/conf")}, "launcher.ssh_config=/no/conf: there is no such file"),
+        ({"user": "-x"}, "launcher.user='-x'"),
+        ({"jump_host": "-x"}, "launcher.jump_host='-x'"),
+        ({"export": ("A=b-secret",)}, "'A' is no name of a variable"),
+        ({"export": ("RANK",)}, "RANK is what the launcher tells each process"),
+        ({"ssh_options": ("Port=3",)}, "write launcher.ssh_port"),
+        ({"ssh_options": ("StrictHostKeyChecking=no",)}, "would take any host for the one"),
+        ({"ssh_options": ("stricthostkeychecking=OFF",)}, "would take any host for the one"),
+        ({"ssh_options": ("UserKnownHostsFile=/dev/null",)}, "would take any host for the one"),
+        ({"ssh_options": ("-oPort=3",)}, "is not Name=value of ssh_config"),
+        ({"shared_folder": False}, "launcher.shared_folder=false cannot be honoured"),
+    ],
+)
+def test_a_knob_that_cannot_be_is_refused_by_its_name(knobs, words):
+    with pytest.raises(ConfigError) as error:
+        Ssh(**({"hosts": ("a",)} if knobs and "hosts" not in knobs else {}) | knobs)
+    assert words in str(error.value)
+    assert "b-secret" not in str(error.value)
+
+
+def test_a_plan_is_what_would_be_started_and_starts_nothing(capsys):
+    launcher = Ssh(hosts=("a:2", "me@b"), dry_run=True, ssh_port=2222, python="~/my env/python")
+    with pytest.raises(DryRun):
+        launcher.launch(print, context=CONTEXT)
+    first, command, second, _ = capsys.readouterr().out.splitlines()
+    assert first == "a (processes: 2)"
+    assert second == "me@b (processes: one per accelerator there, or 1)"
+    argv = launcher._command(CONTEXT).argv("a")
+    assert shlex.split(command) == argv
+    assert argv[-3:-1] == ["--", "a"]
+    assert argv[-1].startswith("exec env PYTHONSAFEPATH=1 'PYTHONPATH=/my code' ~/'my env/python'")
+
+
+def test_a_dry_run_from_the_command_line_ends_with_0_and_leaves_nothing(run_door, tmp_path):
+    done = run_door(
+        ["+recipe=digits", "launcher=ssh", "launcher.hosts=[a,b:2]", "launcher.dry_run=true"]
+    )
+    assert done.returncode == 0, done.stderr
+    assert "b (processes: 2)" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_exist_already_are_not_started_again():
+    found = World(rank=0, size=2, source="torchrun")
+    with pytest.raises(ConfigError, match="torchrun has already started this one as one of 2"):
+        Ssh(hosts=("a",)).launch(print, context=replace(CONTEXT, found=found))
+
+
+def test_the_number_of_processes_is_told_where_it_is_known():
+    assert Ssh(hosts=("a:2", "b:3")).size(CONTEXT) == 5
+    assert Ssh(hosts=("a", "b"), processes_per_host=4).size(CONTEXT) == 8
+    with pytest.raises(ConfigError, match="once the hosts are asked"):
+        Ssh(hosts=("a:2", "b")).size(CONTEXT)
+
+
+def test_places_follow_the_slots_of_each_host():
+    meeting = Rendezvous("10.0.0.1", 1234, token="secret")
+    worlds = place_ranks([2, 1], meeting, source="ssh")
+    assert [(w.rank, w.local_rank, w.local_size, w.node_rank, w.nodes) for w in worlds] == [
+        (0, 0, 2, 0, 2),
+        (1, 1, 2, 0, 2),
+        (2, 0, 1, 1, 2),
+    ]
+    assert "secret" not in repr(worlds)

@@ -25,7 +25,6 @@ _CONNECT_S = 5.0
 _CALL_S = 30.0
 _DESCRIPTOR = "PMI_FD"
 """Where MPICH's launcher talks to a process: a descriptor that it inherits."""
-_MOST_SLOTS = 1 << 16
 
 
 def prove(end: socket.socket, token: bytes, *, called: bool) -> bool:
@@ -47,14 +46,14 @@ def prove(end: socket.socket, token: bytes, *, called: bool) -> bool:
     return True
 
 
-def call(places: str, token: bytes) -> socket.socket:
+def call(places: str, token: bytes, *, patience_s: float = _CALL_S) -> socket.socket:
     """A connection to the launcher.
 
     Raises:
         OSError: it is reached at none of its addresses.
     """
     addresses, _, port = places.rpartition(":")
-    until_s, last = time.monotonic() + _CALL_S, OSError("no address is given")
+    until_s, last = time.monotonic() + patience_s, OSError("no address is given")
     while time.monotonic() < until_s:
         for address in addresses.split(","):
             try:
