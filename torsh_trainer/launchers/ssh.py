@@ -18,7 +18,7 @@ from torsh_trainer.hosts.names import JobHost, read_hostfile, read_hosts
 from torsh_trainer.hosts.ssh import SshWords
 from torsh_trainer.launchers import job
 from torsh_trainer.launchers.base import LaunchContext, Launcher, print_explanation
-from torsh_trainer.launchers.remote.agreeing import Agreement, Terms, agree
+from torsh_trainer.launchers.remote.agreeing import HostAgreement, Terms, agree
 from torsh_trainer.launchers.remote.by_ssh import AgentCommand, connect_all
 from torsh_trainer.launchers.remote.connection import AgentConnection, close_all
 from torsh_trainer.launchers.remote.exporting import check_names, find_exported
@@ -115,7 +115,7 @@ class Ssh(Launcher):
                 "launcher=ssh needs ssh, which is not here", fix="apt install openssh-client"
             )
         exported = find_exported(self.export, context.env)
-        with self._connected([host.name for host in hosts], command) as connections:
+        with self._connect([host.name for host in hosts], command) as connections:
             placed = self._meet(hosts, connections, context)
             if self.explain:
                 print_explanation(context, _plan_words(placed.worlds, hosts))
@@ -191,7 +191,7 @@ class Ssh(Launcher):
     # -- with the hosts --------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _connected(
+    def _connect(
         self, names: Sequence[str], command: AgentCommand
     ) -> Iterator[list[AgentConnection]]:
         connections = connect_all(names, command, silence_s=self.silence_s)
@@ -230,7 +230,7 @@ class PlacedJob:
     """The places of all processes, and what their hosts have agreed on."""
 
     worlds: tuple[World, ...]
-    agreed: Agreement
+    agreed: HostAgreement
 
 
 def place_ranks(counts: Sequence[int], meeting: Rendezvous, *, source: str) -> tuple[World, ...]:

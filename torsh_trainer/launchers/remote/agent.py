@@ -72,7 +72,7 @@ class HostedWorker:
                 del self.streams[descriptor]
 
 
-class Agent:
+class HostAgent:
     """Does what comes through the connection, until that ends."""
 
     def __init__(self, inbox: Inbox, sender: Sender, *, slot: ProcessSlot | None = None) -> None:
@@ -281,7 +281,7 @@ def main() -> None:
     signal.signal(signal.SIGHUP, lambda *_: None)  # the leash tells, and leaves time to stop
     with keep_standard_streams() as (near, far):
         os.write(far, MARK)
-        Agent(Inbox(near), Sender(far)).serve()
+        HostAgent(Inbox(near), Sender(far)).serve()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class HostAgreement:
     """Where the processes meet; ``interfaces`` are those by which hosts get there."""
 
     meeting: Rendezvous
@@ -53,7 +53,7 @@ def agree(
     *,
     terms: Terms,
     context: LaunchContext,
-) -> Agreement:
+) -> HostAgreement:
     """Holds hosts against each other; ``leaders`` are one agent of each, ``others`` the rest.
 
     Raises:
@@ -78,7 +78,7 @@ def agree(
     meeting, interfaces = choose_meeting(
         leaders, greetings, address=terms.address, port=terms.port, timeout_s=patient
     )
-    return Agreement(meeting, tuple(interfaces))
+    return HostAgreement(meeting, tuple(interfaces))
 
 
 def _own_folders() -> list[str]:

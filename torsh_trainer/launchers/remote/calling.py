@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from torsh_trainer.launchers.local_transport import ProcessSlot
 from torsh_trainer.launchers.messages import Inbox, Sender
-from torsh_trainer.launchers.remote.agent import Agent
+from torsh_trainer.launchers.remote.agent import HostAgent
 
 HOME, TOKEN = "TORSH_LAUNCHER_AT", "TORSH_LAUNCHER_TOKEN"
 """Where the launcher listens (``address,...:port``), and the secret of the job."""
@@ -80,7 +80,7 @@ def main() -> int:
     descriptor = os.environ.get(_DESCRIPTOR, "")
     held = (int(descriptor),) if descriptor.isdigit() else ()
     descriptors = os.dup(end.fileno())
-    Agent(Inbox(end.detach()), Sender(descriptors), slot=ProcessSlot({}, held)).serve()
+    HostAgent(Inbox(end.detach()), Sender(descriptors), slot=ProcessSlot({}, held)).serve()
     return 0
 
 

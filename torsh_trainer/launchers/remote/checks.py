@@ -26,7 +26,11 @@ def check_versions(connections: Sequence[AgentConnection], greetings: Answers) -
     here = {**collect_versions(), "code of torsh_trainer": hash_package()}
     for name, ours in here.items():
         said = {c.host: str(g["versions"][name]) for c, g in _pairs(connections, greetings)}
-        others = {h: v for h, v in said.items() if _told_apart(name, v) != _told_apart(name, ours)}
+        others = {
+            h: v
+            for h, v in said.items()
+            if _shorten_version(name, v) != _shorten_version(name, ours)
+        }
         if others:
             raise ConfigError(
                 f"{name} is {ours} here, and {_group(others)}: processes would exchange what the "
@@ -116,7 +120,7 @@ def _pairs(
     return zip(connections, answers, strict=True)
 
 
-def _told_apart(name: str, version: str) -> str:
+def _shorten_version(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "Python" else version
 
 
