@@ -65,6 +65,11 @@ def train(line: CommandLine, roots: Roots, *, run: RunFunction, env: Mapping[str
 def _sweep(app: App, job: HydraJob) -> int:
     overrides = [*app.overrides, "hydra.mode=MULTIRUN"]
     config = app.hydra.compose_config(CONFIG, overrides, RunMode.MULTIRUN)
+    if (config.get("launcher") or {}).get("dry_run") is True:
+        raise ConfigError(
+            "launcher.dry_run=true shows what one run would start, and -m asks for several",
+            fix="leave -m out",
+        )
     given = any(bare_key(text) == "hydra.sweeper.direction" for text in overrides)
     mode = sweep.direction(config.hydra.sweeper) if given else None
     overrides += sweep.complete_sweeper(
