@@ -52,6 +52,9 @@ def saves(world):
     (folder / f"saved-{world.rank}").touch()
     return [int(number) for number in stop]
 
+def places(world):
+    return (world.size, world.nodes, world.source, "OMPI_COMM_WORLD_RANK" in os.environ)
+
 def meets(world):
     import torch
     from torsh_trainer.comm import create
@@ -169,6 +172,18 @@ def test_a_killed_ssh_ends_the_job_on_all_hosts(lab, tmp_path):
     assert "rank 1 is lost with its host: lab2: the connection ended (ssh was ended by" in out
 
 
+@pytest.mark.exhaustive
+def test_a_killed_agent_takes_its_ranks_with_it(lab, tmp_path):
+    job = Job(lab, tmp_path, "lab1,lab2")
+    job.await_ranks(2)
+    found = lab.programs_on("lab2")
+    (agent,) = [pid for pid, words in found.items() if "remote.agent" in words]
+    os.kill(agent, signal.SIGKILL)
+    code, out = job.end()
+    assert code == 3
+    assert "rank 1 is lost with its host: lab2: the connection ended" in out
+
+
 def test_a_killed_launcher_leaves_nothing_anywhere(lab, tmp_path):
     job = Job(lab, tmp_path, "lab1,lab2")
     job.await_ranks(2)
@@ -221,7 +236,14 @@ def test_ctrl_c_lets_all_hosts_save(lab, tmp_path):
 # -- by mpirun ------------------------------------------------------------------------------------
 
 
-def test_mpirun_starts_processes_on_two_hosts_that_meet(lab, tmp_path):
+def test_mpirun_starts_processes_on_two_hosts(lab, tmp_path):
+    code, out = Job(lab, tmp_path, "lab1:2,lab2:1", "places", kind="mpirun").end()
+    assert code == 0, out
+    assert "answer (3, 2, 'openmpi', True)" in out
+
+
+@pytest.mark.exhaustive
+def test_processes_of_mpirun_on_two_hosts_meet(lab, tmp_path):
     code, out = Job(lab, tmp_path, "lab1:2,lab2:1", "meets", kind="mpirun").end()
     assert code == 0, out
     assert "answer {'total': 6.0, 'at': '10.99.0.1'}" in out
@@ -385,6 +407,7 @@ def test_hosts_that_do_not_fit_are_refused_before_anything_starts(lab, tmp_path)
                 "taken": {"port": 4321},
                 "loopback": {"address": "localhost"},
                 "given": {"address": "10.99.0.1", "port": 4322},
+                "jump": {"hosts": ["root@lab2"], "jump_host": "lab1"},
             },
         )
     assert "torch is " in told["torch"]
@@ -393,7 +416,7 @@ def test_hosts_that_do_not_fit_are_refused_before_anything_starts(lab, tmp_path)
     assert "launcher.shared_folder=true, and lab2 does not see a file in" in told["shared"]
     assert "lab1: port 4321 on 10.99.0.1 cannot be had" in told["taken"]
     assert "launcher.address=localhost is 127.0.0.1 on lab1" in told["loopback"]
-    assert told["given"] == "it ran"
+    assert (told["given"], told["jump"]) == ("it ran", "it ran")
 
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mine.py").write_text("A = 1\n")

@@ -29,6 +29,8 @@ _OPTIONS = ("ControlPath=none", "RemoteCommand=none", "ClearAllForwardings=yes")
 _FURTHER = ("-T", "-x", *(word for option in _OPTIONS for word in ("-o", option)))
 """A connection of our own, which ends when its client does, and nothing of a login but a pipe."""
 
+_THROUGH_ONE_SERVER = 8
+
 _USER = re.compile(r"[A-Za-z0-9_][\w.-]*\$?", re.ASCII)
 _JUMP = re.compile(r"(?:[\w.-]+@)?[A-Za-z0-9_][\w.:-]*(?:,(?:[\w.-]+@)?[A-Za-z0-9_][\w.:-]*)*")
 
@@ -194,7 +196,8 @@ class Ssh(Launcher):
     def _connect(
         self, names: Sequence[str], command: AgentCommand
     ) -> Iterator[list[AgentConnection]]:
-        connections = connect_all(names, command, silence_s=self.silence_s)
+        at_once = None if self.jump_host is None else _THROUGH_ONE_SERVER
+        connections = connect_all(names, command, silence_s=self.silence_s, at_once=at_once)
         try:
             yield connections
         finally:

@@ -83,14 +83,25 @@ class HostAgent:
         self._listener: socket.socket | None = None
         self._workers: dict[int, HostedWorker] = {}
         self._messages: deque[tuple[Any, ...]] = deque()
+        self._own_error = os.dup(2)
         self._own_streams = _take_standard_streams()
         self._wake, self._woken = os.pipe()
         self._silence_s = 60.0
         """Until the launcher says how long it may be silent."""
 
     def serve(self) -> None:
-        """Relays until the connection ends; does not return."""
+        """Relays until the connection ends; does not return.
+
+        What ends it otherwise is told on what was standard error: the guards end the workers.
+        """
         threading.Thread(target=self._hear, name="leash", daemon=True).start()
+        try:
+            self._relay_all()
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the launcher hears it
+            os.write(self._own_error, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+
+    def _relay_all(self) -> None:
         beaten_s = 0.0
         while True:
             watched = [self._wake]
@@ -195,7 +206,9 @@ class HostAgent:
         except TorshError as error:
             self._sender.send("refused", index, error.sentence, error.fix)
             return
-        streams = {near: "out"} | (self._own_streams if speaks else {})
+        streams = {near: "out"}
+        if not self._workers:  # who speaks is the first; elsewhere it is the agent's own words
+            streams |= self._own_streams
         self._workers[index] = HostedWorker(index, handle, streams)
 
     def _open_transport(self, payload: Payload) -> LocalTransport:

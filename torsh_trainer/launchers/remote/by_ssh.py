@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ KNOBS = KnobNames(
 )
 _END_S = 10.0
 _LINES = 50
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class SshConnection(AgentConnection):
         self._reading.start()
         super().__init__(host, inbox, sender, silence_s=silence_s)
 
+    def is_on_its_way(self) -> bool:
+        """It has not reached the other host yet, and may."""
+        self.take()
+        return not self._marked.marked and self.lost is None
+
     def explain_end(self) -> ResourceError:
         try:
             code = self._process.wait(5)
@@ -97,6 +104,8 @@ class SshConnection(AgentConnection):
 
     def close(self) -> None:
         self.hang_up()
+        if not self._marked.marked:  # it is still on its way there, and hears nothing
+            self._process.kill()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -119,15 +128,21 @@ class SshConnection(AgentConnection):
 
 
 def connect_all(
-    hosts: Sequence[str], command: AgentCommand, *, silence_s: float
+    hosts: Sequence[str], command: AgentCommand, *, silence_s: float, at_once: int | None
 ) -> list[AgentConnection]:
-    """Starts an agent on each host, side by side; nothing is waited for."""
-    found: list[AgentConnection] = []
+    """Starts an agent on each host, side by side, and waits for none.
+
+    But with ``at_once`` no more than so many are on their way at any time: a server of ssh drops
+    connections that are not through yet from the tenth on (MaxStartups).
+    """
+    found: list[SshConnection] = []
     try:
         for host in hosts:
-            found.append(SshConnection(host, command, silence_s=silence_s))  # noqa: PERF401
+            while at_once is not None and sum(one.is_on_its_way() for one in found) >= at_once:
+                time.sleep(_POLL_S)
+            found.append(SshConnection(host, command, silence_s=silence_s))
     except BaseException:
         for connection in found:
             connection.close()
         raise
-    return found
+    return list(found)

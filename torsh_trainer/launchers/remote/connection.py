@@ -10,11 +10,11 @@ import pickle
 import select
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.errors import ResourceError
 from torsh_trainer.launchers.messages import Inbox, Sender
 from torsh_trainer.launchers.remote.agent import BEAT_S, MARK
 
@@ -55,7 +55,6 @@ class AgentConnection(abc.ABC):
         self._inbox, self._sender = inbox, sender
         self._silence_s = silence_s
         self._hearing: dict[int, Hear] = {}
-        self._early: dict[int, deque[tuple[Any, ...]]] = defaultdict(deque)
         self._answers: deque[dict[str, Any]] = deque()
         self._heard_s: float | None = None
         self._lost: ResourceError | None = None
@@ -190,16 +189,6 @@ def close_all(connections: Sequence[AgentConnection]) -> None:
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.close()
-
-
-def refuse_answer(host: str, answer: Mapping[str, Any]) -> None:
-    """Turns an answer that refuses into an error.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if "refused" in answer:
-        raise ConfigError(f"{host}: {answer['refused']}", fix=str(answer.get("fix", "")))
 
 
 def copy_descriptor(connection: AgentConnection) -> int:

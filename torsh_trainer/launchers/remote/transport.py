@@ -150,6 +150,7 @@ class AgentHandle(WorkerHandle):
         return self._loss
 
     def close(self) -> None:
+        self._connection.attach(self._index, lambda *_: None)  # others may still be heard there
         self._print_label_of(b"\n" if self._line else b"")
         os.close(self._descriptor)
         if self._log is not None:
