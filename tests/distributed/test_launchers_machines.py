@@ -413,7 +413,7 @@ def test_hosts_that_do_not_fit_are_refused_before_anything_starts(lab, tmp_path)
     assert "torch is " in told["torch"]
     assert "2.0.0 on lab2: processes would exchange what the other does not" in told["torch"]
     assert told["noise"] == "it ran", "what a login prints is no message"
-    assert "launcher.shared_folder=true, and lab2 does not see a file in" in told["shared"]
+    assert "the run folder is not shared: lab2 does not see a file that stands in" in told["shared"]
     assert "lab1: port 4321 on 10.99.0.1 cannot be had" in told["taken"]
     assert "launcher.address=localhost is 127.0.0.1 on lab1" in told["loopback"]
     assert (told["given"], told["jump"]) == ("it ran", "it ran")

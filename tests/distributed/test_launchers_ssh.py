@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from tests.isolation import Sshd
+from torsh_trainer.comm import start
+from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, DryRun
 from torsh_trainer.hosts.ssh import SshWords
@@ -141,3 +145,19 @@ def test_places_follow_the_slots_of_each_host():
         (2, 0, 1, 1, 2),
     ]
     assert "secret" not in repr(worlds)
+
+
+def test_notes_of_a_job_stand_under_its_token():
+    """A stranger reaches the store, as anybody does who reaches its port, and finds nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meeting = Rendezvous(HERE, port, token="of-this-job")
+    world = World(rank=0, size=2, local_rank=0, local_size=2, rendezvous=meeting)
+    try:
+        start._store(world, CommOptions()).set("rank 0", "a note")
+        stranger = TCPStore(HERE, port, is_master=False, wait_for_workers=False)
+        assert PrefixStore("torsh/of-this-job/0/0", stranger).check(["rank 0"])
+        for prefix in ("torsh/0/0", "torsh/another/0/0"):
+            assert not PrefixStore(prefix, stranger).check(["rank 0"])
+    finally:
+        start.forget(HERE, port)

@@ -91,7 +91,8 @@ def test_words_for_another_shell_stay_what_they_are_but_for_the_home():
     assert quote_remote(["a b", "$(x)"]) == "'a b' '$(x)'"
     assert quote_remote(["~/my env/bin/python", "~root"]) == "~/'my env/bin/python' '~root'"
     words = SshWords(("-p", "2222"), further=("-T",)).running("a", "true")
-    assert words[-5:] == ["-p", "2222", "--", "a", "true"]
+    assert words[:4] == ["ssh", "-T", "-p", "2222"], "what the user says comes before our own"
+    assert words[-3:] == ["--", "a", "true"]
     assert not any("StrictHostKeyChecking" in word for word in words)
 
 

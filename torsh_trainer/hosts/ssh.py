@@ -29,7 +29,10 @@ class SshWords:
         return shlex.join(["ssh", *self.options, host])
 
     def running(self, host: str, remote: str) -> list[str]:
-        """An argument list that has the shell of ``host`` run ``remote``, which is quoted."""
+        """An argument list that has the shell of ``host`` run ``remote``, which is quoted.
+
+        Of an option that is said twice ssh takes the first: the user's.
+        """
         timeouts = {
             "BatchMode": "yes",
             "ConnectTimeout": CONNECT_TIMEOUT_S,
@@ -37,7 +40,7 @@ class SshWords:
             "ServerAliveCountMax": self.silences,
         }
         words = [word for name, value in timeouts.items() for word in ("-o", f"{name}={value}")]
-        return ["ssh", *words, *self.further, *self.options, "--", host, remote]
+        return ["ssh", *self.further, *self.options, *words, "--", host, remote]
 
 
 def quote_remote(words: Sequence[str]) -> str:

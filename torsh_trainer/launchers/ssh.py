@@ -43,12 +43,13 @@ class Ssh(Launcher):
     ``user``, ``ssh_port``, ``identity_file``, ``jump_host``, ``ssh_config`` and ``ssh_options``
     (``Name=value`` of ``ssh_config``) are for OpenSSH's client, which checks keys of hosts as the
     user's configuration says.
-    ``python`` None is this Python's path, ``folder`` None the current directory: both as they are
-    called on the hosts. ``export`` names variables of this process that the others get, by the
-    connection and never in a command line. ``address`` None is an address of the first host that
-    the others reach; ``port`` None takes a free one. ``silence_s`` is after how long
-    without a word a host counts as lost. ``output`` all shows what every rank prints, with its name
-    before each line. ``dry_run`` prints what would be run on each host, and runs nothing.
+    ``python`` None is this Python's path, ``folder`` None the current directory: where ranks work,
+    while code and runs stand at the paths that they have here. ``export`` names variables of this
+    process that the others get, by the connection and never in a command line. ``address`` None is
+    an address of the first host that the others reach; ``port`` None takes a free one.
+    ``silence_s`` is after how long without a word a host counts as lost. ``output`` all shows what
+    every rank prints, with its name before each line. ``dry_run`` prints what would be run on each
+    host, and runs nothing.
     """
 
     name = "ssh"

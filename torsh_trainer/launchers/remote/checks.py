@@ -59,9 +59,9 @@ def check_shared(
     blind = [connection.host for connection, answer in pairs if not answer.get("seen")]
     if blind:
         raise ConfigError(
-            f"launcher.shared_folder=true, and {', '.join(blind)} "
-            f"{'does' if len(blind) == 1 else 'do'} not see a file in {folder}: checkpoints and "
-            "logs of the ranks there would be nobody's",
+            f"the run folder is not shared: {', '.join(blind)} "
+            f"{'does' if len(blind) == 1 else 'do'} not see a file that stands in {folder}, and "
+            "checkpoints of the ranks there would be lost",
             fix="choose a folder on a file system that all hosts mount at that path "
             "(hydra.run.dir)",
             hosts=blind,
