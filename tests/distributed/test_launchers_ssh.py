@@ -17,7 +17,7 @@ from tests.isolation import Sshd
 from torsh_trainer.comm import start
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.environments.world import Rendezvous, World
-from torsh_trainer.errors import ConfigError, DryRun
+from torsh_trainer.errors import ConfigError, DryRun, TorshError
 from torsh_trainer.hosts.ssh import SshWords
 from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.inside import Payload
@@ -61,6 +61,42 @@ class TestTransport(TransportContract):
         connection = SshConnection(HERE, command, silence_s=60.0)
         self.opened.append(connection)
         return AgentTransport(payload, seats=[AgentSeat(connection)] * 2, shown="rank_zero")
+
+
+def test_exported_values_reach_ranks_and_stand_in_no_command_line_and_no_file(
+    sshd, tmp_path, capfd
+):
+    def entry(world: World) -> list[str]:
+        print("rank", world.rank, "is here")
+        commands = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
+        said = any(os.environ["A_SECRET"].encode() in command for command in commands)
+        return [os.environ["A_SECRET"], os.environ["OMP_NUM_THREADS"], str(said)]
+
+    env = {**os.environ, "A_SECRET": "tell-nobody", "OMP_NUM_THREADS": "3"}
+    context = LaunchContext(env=env, log_dir=tmp_path / "logs")
+    launcher = Ssh(
+        hosts=(f"{HERE}:2",), ssh_config=sshd.config, export=("A_SECRET", "OMP_*"), output="all"
+    )
+    assert launcher.launch(entry, context=context) == ["tell-nobody", "3", "False"]
+    out = capfd.readouterr().out
+    for rank in range(2):
+        assert f"rank {rank} ({HERE})| rank {rank} is here\n" in out
+    assert (tmp_path / "logs/rank-1.log").read_text() == "rank 1 is here\n"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["rank-1.log"]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"python": "/tmp"}, "its Python may not be run by this user; name another"),
+        ({"folder": "/tmp"}, "the run folder runs/x is told from here"),
+        ({"export": ("NOBODY_SETS_IT",)}, "NOBODY_SETS_IT, which is not set here"),
+    ],
+)
+def test_what_a_host_cannot_do_is_told_in_one_sentence(sshd, knobs, words):
+    context = replace(CONTEXT, log_dir=Path("runs/x/logs"))
+    with pytest.raises(TorshError, match=words):
+        Ssh(hosts=(HERE,), ssh_config=sshd.config, **knobs).launch(print, context=context)
 
 
 CONTEXT = LaunchContext(env={"PATH": os.environ["PATH"], "PYTHONPATH": "/my code"})

@@ -95,7 +95,12 @@ _ENDS = (
         "its host key is not known here",
         "compare it: {tried}; or ssh-keyscan {host} >> ~/.ssh/known_hosts",
     ),
-    ("Permission denied", "it lets nobody in with the keys that are here", "ssh-copy-id {host}"),
+    ("Permission denied (", "it lets nobody in with the keys that are here", "ssh-copy-id {host}"),
+    (
+        "Permission denied",
+        "its Python may not be run by this user",
+        "name another: {python}",
+    ),
     (
         "Too many authentication failures",
         "it was offered too many keys before the right one",

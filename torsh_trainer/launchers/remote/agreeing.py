@@ -60,6 +60,12 @@ def agree(
         ConfigError: versions, folders or code differ, or an address is the loopback's.
         ResourceError: a host is not reached, or a port is in use.
     """
+    if terms.folder is not None and context.log_dir and not context.log_dir.is_absolute():
+        raise ConfigError(
+            f"launcher.folder={terms.folder}, and the run folder {context.log_dir.parent} is told "
+            "from here: ranks would put it elsewhere",
+            fix="give the run folder by its whole path (run_dir), or leave launcher.folder=null",
+        )
     patient = terms.startup_timeout_s
     greetings = ask_all(leaders, "greet", [{}] * len(leaders), timeout_s=patient)
     check_versions(leaders, greetings)
