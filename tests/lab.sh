@@ -55,7 +55,11 @@ CONFIG
     nsenter -t $pid --net ip addr add 10.99.0.$i/24 dev eth0
     ip link set "ve$i" master lab0 up
     echo go > "go-lab$i"
-    printf '#!/bin/bash\nexec nsenter -t %s --all -- "$@"\n' "$inner" > "run-lab$i"
+    cat > "run-lab$i" <<SCRIPT
+#!/bin/bash
+[ "\$(hostname)" = labhead ] || { echo "\$0: process $inner is another one outside of the lab" >&2; exit 1; }
+exec nsenter -t $inner --all -- "\$@"
+SCRIPT
     chmod +x "run-lab$i"
 done
 for i in $(seq "$count"); do
