@@ -106,10 +106,10 @@ class MpirunLauncher(Launcher):
             with open_reception(alone=alone) as reception, contextlib.ExitStack() as stack:
                 _write_hosts(Path(name) / "hosts", hosts)
                 started = stack.enter_context(MpirunProcess(command, context.env, reception))
-                if alone:  # nobody else's connections are wanted
-                    confine(started.pid)
                 agents = self._await_agents(reception, started)
                 stack.callback(close_all, [agent for agent, _ in agents])
+                if alone:  # by now mpirun listens, and nobody else's connections are wanted
+                    confine(started.pid)
                 return self._run(entry, args, agents, exported, context)
 
     def size(self, context: LaunchContext) -> int:
