@@ -59,6 +59,7 @@ PRODUCTS_ELSEWHERE = {
     "config/": "the verbs that translate and prove, and their help",
     "comm/devices.py": "how each launcher is told the number of processes",
     "doctor/script/": "launch lines and images that name them",
+    "hosts/": "hostfiles of these products",
     "environments/": "who started this process",
     "optim/schedule/": "schedules with the names that this product gives them",
     "integrations/": "translations in a script",

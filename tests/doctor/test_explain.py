@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from tests.doctor.isolation import require_isolation
+from tests.isolation import require_isolation
 from torsh_trainer.comm import devices, start
 from torsh_trainer.comm.base import CommOptions
 from torsh_trainer.doctor.command import main

@@ -5,35 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.doctor.isolation import REPOSITORY, build_lies, doctor, require_isolation
+from tests.isolation import build_lies, doctor, in_lab, require_isolation
 from torsh_trainer.doctor import agent
 from torsh_trainer.doctor.between import _COMPARISONS, _look_for_marker
 from torsh_trainer.doctor.explain import explain_logs
 from torsh_trainer.doctor.links import LinkResult, _judge
 from torsh_trainer.doctor.ssh import Agent, SshOptions
 from torsh_trainer.errors import ResourceError
-
-LAB = Path(__file__).parent / "lab.sh"
-
-
-def in_lab(folder: Path, count: int, script: str, *, timeout_s: float = 300) -> str:
-    """Runs a script beside so many hosts; what it prints."""
-    done = subprocess.run(
-        [LAB, folder, str(count), "bash", "-euc", script],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def say(rows: list[dict[str, Any]]) -> dict[str, str]:

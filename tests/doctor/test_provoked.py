@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.isolation import (
+from tests.isolation import (
     REPOSITORY,
     build_lies,
     doctor,

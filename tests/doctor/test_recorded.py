@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.isolation import REPOSITORY
+from tests.isolation import REPOSITORY
 from torsh_trainer.doctor.base import Check, CheckResult
 from torsh_trainer.doctor.checks import network
 from torsh_trainer.doctor.examination import load_checks
-from torsh_trainer.doctor.interfaces import Interface, choose_for_gloo, choose_for_nccl
 from torsh_trainer.doctor.machine import CommandAnswer, Machine
+from torsh_trainer.hosts.interfaces import Interface, choose_for_gloo, choose_for_nccl
 
 GPU = "{index}, GPU-{index}a, NVIDIA H100 80GB HBM3, 550.54.15, 81559, {used}, {mode}, {ecc}, {mig}"
 TOPOLOGY = """\

@@ -200,7 +200,8 @@ def _store(world: World, options: CommOptions) -> Store:
         _stores[place] = _tcp_store(world, world.rendezvous, options)
         _meetings[place] = itertools.count()
     meeting = next(_meetings[place])
-    return PrefixStore(f"torsh/{world.rendezvous.attempt}/{meeting}", _stores[place])
+    secret = f"{world.rendezvous.token}/" if world.rendezvous.token else ""
+    return PrefixStore(f"torsh/{secret}{world.rendezvous.attempt}/{meeting}", _stores[place])
 
 
 def _answers(store: Store) -> bool:

@@ -28,6 +28,7 @@ FLAGS = (
 )
 _PATH, _NAME = ("--config-path", "-cp"), ("--config-name", "-cn")
 _INFO = ("--info", "-i")
+_OF_LAUNCHERS = ("--local_rank", "--local-rank")
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _offer(flag: str) -> str:
+    if flag.partition("=")[0] in _OF_LAUNCHERS:
+        return (
+            "the launcher adds it, and says it in LOCAL_RANK as well: start with deepspeed "
+            "--no_local_rank, or python -m torch.distributed.launch --use_env"
+        )
     if "=" in flag or "." in flag:
         return f"an override has no dashes: write {flag.lstrip('-')}"
     offer = nearest(flag, FLAGS)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from torsh_trainer import environments
-from torsh_trainer.doctor.interfaces import list_interfaces
 from torsh_trainer.environments.reading import LOOPBACK, USUAL_PORT, is_set
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import TorshError
+from torsh_trainer.hosts.interfaces import list_interfaces
 
 _COMMAND_TIMEOUT_S = 20.0
 _NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", "NNODES", "PBS_NUM_NODES")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import shlex
 import subprocess
 import threading
@@ -18,13 +17,11 @@ from typing import Any
 
 from torsh_trainer.doctor.agent import MARK
 from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.hosts.names import is_host_name
+from torsh_trainer.hosts.ssh import KnobNames, SshWords, explain_end
 
-_HOST = re.compile(r"(?:[A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][\w.:-]*")
 _PASSED_ON = ("PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
-_OPTIONS = (
-    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
+_KNOBS = KnobNames(hosts="--hosts", port="--ssh=-p2222", python="--python /usr/bin/python3")
 _START_TIMEOUT_S = 60.0
 
 
@@ -39,7 +36,7 @@ class SshOptions:
         """The words that start an agent on ``host``. What is passed on is quoted word by word."""
         passed = [f"{name}={os.environ[name]}" for name in _PASSED_ON if os.environ.get(name)]
         remote = ["env", *passed, self.python, "-m", "torsh_trainer.doctor.agent"]
-        return ["ssh", *_OPTIONS, *self.words, "--", host, shlex.join(remote)]
+        return SshWords(self.words).running(host, shlex.join(remote))
 
 
 class Agent:
@@ -108,55 +105,7 @@ class Agent:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         time.sleep(0.05)  # its last words
-        said = [line for line in self._errors if line and not line.startswith("Warning:")]
-        for words, sentence, fix in _ENDS:
-            if any(words in line for line in said):
-                return ResourceError(
-                    f"{self.host}: {sentence}", fix=fix.format(host=self.host), host=self.host
-                )
-        last = said[-1] if said else f"ssh ended with {self._process.returncode}"
-        return ResourceError(f"{self.host}: {last}", fix=f"ssh -v {self.host}", host=self.host)
-
-
-_ENDS = (
-    (
-        "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key is another than the one that is known: it was installed anew, or is another",
-        "if that is so: ssh-keygen -R {host}",
-    ),
-    (
-        "Host key verification failed",
-        "its host key is not known here",
-        "compare it: ssh {host}; or ssh-keyscan {host} >> ~/.ssh/known_hosts",
-    ),
-    ("Permission denied", "it lets nobody in with the keys that are here", "ssh-copy-id {host}"),
-    (
-        "Could not resolve hostname",
-        "this name has no address here",
-        "getent hosts {host}; correct --hosts, or add it to /etc/hosts",
-    ),
-    (
-        "Connection refused",
-        "nothing listens for ssh there",
-        "systemctl start ssh, there; or give its port: --ssh=-p2222",
-    ),
-    (
-        "timed out",
-        "no answer: it is down, or a firewall drops what comes to its port of ssh",
-        "ping {host}",
-    ),
-    ("No route to host", "no way leads there: it is down, or in another network", "ping {host}"),
-    (
-        "No module named",
-        "Python is there, and torsh_trainer is not",
-        "install it there (pip install torsh-trainer), or name another with --python",
-    ),
-    (
-        "No such file or directory",
-        "the Python of this host is not there",
-        "name the one that is there: --python /usr/bin/python3",
-    ),
-)
+        return explain_end(self.host, self._errors, code=self._process.returncode, knobs=_KNOBS)
 
 
 def parse_hosts(text: str) -> list[str]:
@@ -169,7 +118,7 @@ def parse_hosts(text: str) -> list[str]:
     if not names:
         raise ConfigError("--hosts names none", fix="write --hosts node1,node2")
     for name in names:
-        if not _HOST.fullmatch(name):
+        if not is_host_name(name):
             raise ConfigError(
                 f"--hosts: {name!r} is no name of a host", fix="write --hosts user@node1,node2"
             )

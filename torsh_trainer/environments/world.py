@@ -16,7 +16,9 @@ class Rendezvous:
     to that port, inherited by rank 0 alone: nobody can take the port between choosing and using
     it. ``hosted`` says that another process (torchrun's agent) already serves the store there, so
     that no rank may bind the port. ``attempt`` counts the restarts of the job over that store,
-    which still holds what earlier attempts have written.
+    which still holds what earlier attempts have written. ``token`` is a secret of the job, under
+    which all of its notes in the store stand: who connects there without it neither reads nor
+    writes one of them.
     """
 
     address: str
@@ -24,6 +26,7 @@ class Rendezvous:
     listen_fd: int | None = None
     hosted: bool = False
     attempt: int = 0
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

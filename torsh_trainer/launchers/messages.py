@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import struct
 import threading
 from collections.abc import Iterator
@@ -29,18 +30,42 @@ class Sender:
         view = memoryview(_LENGTH.pack(len(data)) + data)
         with self._lock:
             try:
+                if self._fd < 0:
+                    return
                 while view:
-                    view = view[os.write(self._fd, view) :]
-            except BrokenPipeError:
+                    view = self._write(view)
+            except (BrokenPipeError, ConnectionError):
                 return  # the leash ends this process in a moment
+
+    def close(self, *, patience_s: float = 0.5) -> bool:
+        """Closes the descriptor, and sends nothing any more; False while a send waits for the other
+        end to read."""
+        if not self._lock.acquire(timeout=patience_s):
+            return False
+        try:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+        finally:
+            self._lock.release()
+        return True
+
+    def _write(self, view: memoryview) -> memoryview:
+        """What is left to write. The descriptor may be one that is also read from, unblocked."""
+        try:
+            return view[os.write(self._fd, view) :]
+        except BlockingIOError:
+            select.select([], [self._fd], [])
+            return view
 
 
 class Inbox:
-    """The parent's end: a descriptor that is never waited on here."""
+    """The parent's end: a descriptor that is never waited on here; ``ended`` once it is closed."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
+        self.ended = False
         self._buffer = bytearray()
 
     def receive(self) -> Iterator[tuple[Any, ...]]:
@@ -61,6 +86,9 @@ class Inbox:
                 chunk = os.read(self.fd, _CHUNK)
             except BlockingIOError:
                 return
+            except ConnectionError:
+                chunk = b""
             if not chunk:
+                self.ended = True
                 return
             self._buffer += chunk

@@ -21,8 +21,9 @@ class WorkerStart:
     """A worker to start.
 
     ``index`` is its number among the worlds of the payload, ``world`` its place; ``env`` are all
-    the variables that it is to have. ``output`` takes what it and whatever it starts print,
-    appended; None is where the output of this process goes.
+    the variables that it is to have (on another host, beside those of a login there). ``output``
+    takes what it and whatever it starts print, appended; None is where the output of this process
+    goes.
     """
 
     index: int
@@ -68,6 +69,16 @@ class WorkerHandle(abc.ABC):
     def explain_kill(self) -> str:
         """What the place of the worker says of a SIGKILL that ended it; empty for nothing."""
         return ""
+
+    @property
+    def place(self) -> str:
+        """The host of the worker; empty for this one."""
+        return ""
+
+    def explain_loss(self) -> tuple[str, str]:
+        """What happened and the next move, where a worker counts as ended because it can no longer
+        be reached; empty where the end was its own."""
+        return "", ""
 
     @abc.abstractmethod
     def close(self) -> None:

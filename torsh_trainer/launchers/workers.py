@@ -62,12 +62,16 @@ class Worker:
         hint = {-signal.SIGKILL: self.handle.explain_kill, -signal.SIGBUS: lambda: SIGBUS_HINT}
         output = "its last output is above" if self.speaks else f"its last output is in {self.log}"
         fix = "; ".join(filter(None, [hint.get(code, str)(), output]))
-        if code < 0:
+        on = f" on {self.handle.place}" if self.handle.place else ""
+        lost, way_out = self.handle.explain_loss()
+        if lost:
+            sentence, fix = lost, way_out
+        elif code < 0:
             place = place_in(self.last_words())
             at = f" at {place}" if place else ""
-            sentence = f"rank {self.rank} was killed by {_exit_words(code)}{at}"
+            sentence = f"rank {self.rank}{on} was killed by {_exit_words(code)}{at}"
         else:
-            sentence = f"rank {self.rank} ended before it was done, with {_exit_words(code)}"
+            sentence = f"rank {self.rank}{on} ended before it was done, with {_exit_words(code)}"
         return Failure(
             self.rank,
             time.monotonic(),

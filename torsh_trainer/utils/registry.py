@@ -232,8 +232,10 @@ LAUNCHERS = PluginKind(
         "inline": "torsh_trainer.launchers.inline:Inline",
         "local": "torsh_trainer.launchers.local:Local",
         "lsf": "torsh_trainer.launchers.lsf:LsfLauncher",
+        "mpirun": "torsh_trainer.launchers.mpirun:MpirunLauncher",
         "pbs": "torsh_trainer.launchers.pbs:PbsLauncher",
         "slurm": "torsh_trainer.launchers.slurm.launcher:SlurmLauncher",
+        "ssh": "torsh_trainer.launchers.ssh:Ssh",
     },
     contract="torsh_trainer.launchers.base:Launcher",
 )

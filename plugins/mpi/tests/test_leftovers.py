@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from torsh_mpi import folders, loopback
+from torsh_mpi import folders
 from torsh_mpi.folders import PREFIX, Folder, remove_orphans
 from torsh_mpi.launcher import Mpi
 from torsh_mpi.seats import Mpirun, ProcessSlots
 
+from torsh_trainer.launchers import loopback
 from torsh_trainer.launchers.base import LaunchContext
 
 SHARED_MEMORY = Path("/dev/shm")

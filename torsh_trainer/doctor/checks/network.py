@@ -16,15 +16,15 @@ from torsh_trainer.doctor.base import (
     report_finding,
     skip_check,
 )
-from torsh_trainer.doctor.interfaces import (
+from torsh_trainer.doctor.machine import Machine, find_addresses, wait_for
+from torsh_trainer.environments.reading import LOOPBACK
+from torsh_trainer.hosts.interfaces import (
     Interface,
     choose_for_gloo,
     choose_for_nccl,
     list_interfaces,
     matches_nccl,
 )
-from torsh_trainer.doctor.machine import Machine, find_addresses, wait_for
-from torsh_trainer.environments.reading import LOOPBACK
 
 _SLOW_LOOKUP_S = 0.8
 _LOOKUP_TIMEOUT_S = 12.0

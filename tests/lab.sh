@@ -1,8 +1,9 @@
 #!/bin/bash
-# Hosts of a lab in namespaces of one machine: own network, host name, mounts; shared disk.
+# Hosts of a lab in namespaces of one machine: own network, host name, processes, mounts, /dev/shm;
+# shared disk. Process 1 of a host is its sshd: killing it is the end of all that runs there.
 #   lab.sh FOLDER COUNT COMMAND...   runs a command beside COUNT hosts lab1..labN (10.99.0.1..N)
-# FOLDER gets ssh_config and, for each host, run-labN (runs a command on it). All of it stands in
-# namespaces of this process, and ends with it.
+# FOLDER gets ssh_config and, for each host, run-labN (runs a command on it) and pid-labN (its
+# process 1, as this script counts). All of it stands in namespaces of this process, and ends with it.
 set -euo pipefail
 if [ "${INSIDE_LAB:-}" = "" ]; then
     INSIDE_LAB=1 exec unshare --net --mount --uts --pid --fork --kill-child --mount-proc "$0" "$@"
@@ -40,7 +41,7 @@ PidFile none
 CONFIG
     [ ! -e "more-lab$i" ] || cat "more-lab$i" >> "sshd-lab$i"
     mkfifo "go-lab$i"
-    unshare --net --uts --mount bash -c "
+    unshare --net --uts --ipc --pid --mount --fork --kill-child --mount-proc bash -c "
         read -r < go-lab$i
         hostname lab$i; ip link set lo up; ip link set eth0 up
         mount --bind hosts-lab$i /etc/hosts
@@ -48,11 +49,17 @@ CONFIG
         exec /usr/sbin/sshd -D -f '$PWD/sshd-lab$i'" &
     pid=$!
     until ! [ /proc/$pid/ns/net -ef /proc/self/ns/net ]; do sleep 0.01; done
+    until inner=$(cat /proc/$pid/task/$pid/children) && [ -n "$inner" ]; do sleep 0.01; done
+    inner=${inner%% *}; echo "$inner" > "pid-lab$i"
     ip link add "ve$i" type veth peer name eth0 netns $pid
     nsenter -t $pid --net ip addr add 10.99.0.$i/24 dev eth0
     ip link set "ve$i" master lab0 up
     echo go > "go-lab$i"
-    printf '#!/bin/bash\nexec nsenter -t %s --net --uts --mount -- "$@"\n' $pid > "run-lab$i"
+    cat > "run-lab$i" <<SCRIPT
+#!/bin/bash
+[ "\$(hostname)" = labhead ] || { echo "\$0: process $inner is another one outside of the lab" >&2; exit 1; }
+exec nsenter -t $inner --all -- "\$@"
+SCRIPT
     chmod +x "run-lab$i"
 done
 for i in $(seq "$count"); do
