@@ -45,6 +45,8 @@ def test_sizes_of_megatron_are_axes_of_the_mesh():
     sizes = {key: value for key, value in plan.values.items() if key.startswith("mesh.")}
     assert sizes == {"mesh.pp": 2, "mesh.tp": 2, "mesh.dp_shard": 1}
     assert verdict(plan, "--sequence-parallel") == "performance-only"
+    plan = plan_of(f"{MEGATRON}--tensor-model-parallel-size 2 --sequence-parallel")
+    assert plan.values["strategy.sequence_parallel"] is True
     assert "strategy.zero1" not in plan.values
     assert plan_of(f"{MEGATRON}--tensor-model-parallel-size 1").choices.get("strategy") is None
 
@@ -78,6 +80,18 @@ def test_chunks_of_a_stage_are_interleaved(flags, chunks):
     assert plan.values.get("strategy.stages_per_rank") == chunks
     schedule = plan.values.get("strategy.schedule")
     assert schedule == (None if chunks is None else "interleaved_1f1b")
+
+
+@pytest.mark.parametrize(
+    ("flag", "exchange"),
+    [("--context-parallel-size 2", None), ("--ds-sequence-parallel-size 2", "alltoall")],
+)
+def test_sequences_in_parts_are_an_axis_too(flag, exchange):
+    plan = plan_of(f"{MEGATRON}{flag}")
+    assert (plan.choices["strategy"], plan.values["mesh.cp"]) == ("parallel", 2)
+    assert plan.values.get("strategy.context_exchange") == exchange
+    beside = plan_of(f"{MEGATRON}{flag} --pipeline-model-parallel-size 2")
+    assert verdict(beside, flag.split()[0]) == "refused"
 
 
 @pytest.mark.parametrize(

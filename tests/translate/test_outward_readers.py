@@ -142,6 +142,8 @@ JOB_CONFIG: dict[str, dict[str, Kind]] = {
         "pipeline_parallel_degree": int,
         "pipeline_parallel_schedule": ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"),
         "pipeline_parallel_microbatch_size": int,
+        "context_parallel_degree": int,
+        "context_parallel_rotate_method": ("allgather", "alltoall"),
     },
     "training": {
         "local_batch_size": int,
@@ -197,6 +199,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "as it is": FSDP,
     "replicas of shards": (*FSDP, "strategy.shard_size=2", "strategy.reshard_after_forward=false"),
     "layers in parts": (*FSDP, "strategy=parallel", "mesh.tp=2"),
+    "sequences in parts": (*FSDP, "strategy=parallel", "mesh.cp=2"),
     "stages": (
         *(*FSDP, "strategy=parallel", "mesh.pp=2", "strategy.schedule=gpipe"),
         *("data.micro_batch_size=4", "trainer.accumulate=2", "data.batch_size=null"),

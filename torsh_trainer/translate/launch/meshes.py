@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from torsh_trainer.translate.launch.flags import Judge, StatedFlag
 from torsh_trainer.translate.launch.job import LaunchJob
@@ -27,7 +28,7 @@ MODEL_AXES: Mapping[str, str] = {
 }
 """Axes along which processes have the same samples, by the names of their flags."""
 
-NOT_YET: Mapping[str, str] = {"cp": "parts of a sequence", "ep": "parts of the experts"}
+NOT_YET: Mapping[str, str] = {"ep": "parts of the experts"}
 """Axes that ``torsh_trainer.mesh.axes`` refuses, which imports torch."""
 
 DATA_AXES: Mapping[str, str] = {
@@ -126,7 +127,13 @@ def judge_model_axis(job: LaunchJob, said: StatedFlag) -> Outcome:
     processes, ranks = job.world.processes, count_model_ranks(job)
     if processes is not None and processes % ranks:
         return refuse(f"{processes} processes do not divide into models of {ranks}")
-    return Outcome("exact", _WORDS[axis], {"strategy": "parallel"}, {f"mesh.{axis}": size})
+    values: dict[str, Any] = {f"mesh.{axis}": size}
+    if axis == "cp":
+        if "pp" in read_axes(job):
+            return refuse("not in this release: sequences in parts beside stages (mesh.pp)")
+        if "sequence" in said.name or "_sp_" in said.name:
+            values["strategy.context_exchange"] = "alltoall"  # Ulysses
+    return Outcome("exact", _WORDS[axis], {"strategy": "parallel"}, values)
 
 
 def judge_data_axis(job: LaunchJob, said: StatedFlag) -> Outcome:
@@ -168,7 +175,12 @@ def judge_sequence_parallel(job: LaunchJob, said: StatedFlag) -> Outcome:
     """Activations between the layers of a pair, cut along the sequence."""
     if said.values and job.text(said).lower() in _OFF[:1] + _OFF[2:]:
         return dead("switched off")
-    return faster("memory of activations: between cut layers every process of mesh.tp has them")
+    axes = read_axes(job)
+    if "tp" not in axes:
+        return dead("read with cut layers alone")
+    if "pp" in axes or "cp" in axes:
+        return faster("memory of activations: beside other axes every process of mesh.tp has them")
+    return exact("tokens are cut between cut layers", strategy__sequence_parallel=True)
 
 
 JUDGES: Mapping[str, Judge] = {

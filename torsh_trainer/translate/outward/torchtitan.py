@@ -99,7 +99,7 @@ def _strategy(native: Native, key: str, value: Any) -> Outcome:
     return Outcome("exact", "FSDP2, as here", values=written)
 
 
-_AXES = ("tp", "pp")
+_AXES = ("tp", "pp", "cp")
 """Axes that cut a model, which a file of torchtitan knows as well."""
 
 _SCHEDULES = {
@@ -123,6 +123,29 @@ def _layers(native: Native, key: str, value: Any) -> Outcome:
         return exact("off")
     why = "layers are cut as the plan of torchtitan's model says"
     return exact(why, parallelism__tensor_parallel_degree=value)
+
+
+@TABLE.rule("mesh.cp")
+def _sequences(native: Native, key: str, value: Any) -> Outcome:
+    if value in (None, 1):
+        return exact("off")
+    if native.get("strategy.context_exchange") == "ring":
+        return refuse("torchtitan exchanges keys and values by allgather or alltoall")
+    return faster(
+        "torchtitan gathers keys and values, or shuffles them between processes",
+        parallelism__context_parallel_degree=value,
+        parallelism__context_parallel_rotate_method="allgather",
+    )
+
+
+TABLE.fixed_rules("dead", "stands with the degree of cp", "strategy.context_exchange")
+TABLE.rule("strategy.pad")(off("torchtitan wants lengths that divide", False))
+TABLE.rule("strategy.sequence_parallel")(
+    lambda native, key, value: faster("its tensor parallel cuts tokens between layers always")
+)
+TABLE.fixed_rules(
+    "dead", "says how sequences lie", "strategy.context_plan", "strategy.context_plan.*"
+)
 
 
 @TABLE.rule("mesh.pp")
