@@ -200,7 +200,7 @@ def test_a_stopped_launcher_is_a_lost_one_for_its_hosts(lab, tmp_path):
     job.process.resume()
     code, out = job.end()
     assert code == 3
-    assert "is lost with its host" in out
+    assert "it heard nothing of this launcher for 4 s, and has ended its ranks" in out
 
 
 def test_an_unplugged_host_is_noticed_on_both_sides(lab, tmp_path):

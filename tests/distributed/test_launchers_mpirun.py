@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.environments.world import World
+from torsh_trainer.errors import ConfigError, ResourceError, WorkerError
 from torsh_trainer.launchers.base import LaunchContext
 from torsh_trainer.launchers.mpirun import MpirunLauncher
 from torsh_trainer.launchers.plan import JobRequest
@@ -21,11 +22,26 @@ from torsh_trainer.launchers.remote.calling import call
 from torsh_trainer.testing import LauncherContract
 
 
+@pytest.mark.exhaustive  # its agents are those of ssh, whose launcher keeps the whole contract
 class TestLauncher(LauncherContract):
     launcher = MpirunLauncher(num_processes=2)
 
 
 CONTEXT = LaunchContext(env=dict(os.environ))
+
+
+def test_ranks_have_the_place_that_mpirun_gave_and_a_failure_names_its_rank(tmp_path):
+    def entry(world: World, fails: bool) -> tuple[int, str, str]:
+        if fails and world.rank == 1:
+            raise ConfigError("data.batch_size=7 is odd", fix="make it even")
+        return world.size, world.source, os.environ["OMPI_COMM_WORLD_RANK"]
+
+    launcher = MpirunLauncher(num_processes=2)
+    context = replace(CONTEXT, log_dir=tmp_path / "logs")
+    assert launcher.launch(entry, False, context=context) == (2, "openmpi", "0")
+    with pytest.raises(WorkerError, match=r"data\.batch_size=7 is odd") as error:
+        launcher.launch(entry, True, context=context)
+    assert (error.value.facts["rank"], error.value.cause_exit_code) == (1, 2)
 
 
 @pytest.mark.parametrize(

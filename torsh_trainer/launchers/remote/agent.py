@@ -9,7 +9,7 @@ other their versions before anything else is opened. To here: ``("ask", what, va
 ``("payload", bytes)``, ``("start", index, env, threads, speaks)``, ``("signal", index, number)``,
 ``("kill", index)``, ``("beat",)``. From here: ``("answer", values)``, ``("told", index, bytes)``,
 ``("printed", index, stream, bytes)``, ``("words", index, text)``, ``("ended", index, code, why)``,
-``("killed", index)``, ``("beat",)``.
+``("killed", index)``, ``("leaving", seconds)``, ``("beat",)``.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class HostAgent:
         self._wake, self._woken = os.pipe()
         self._silence_s = 60.0
         """Until the launcher says how long it may be silent."""
+        self._leaves = False
+        """Workers are being ended from here: how is no news of theirs."""
 
     def serve(self) -> None:
         """Relays until the connection ends; does not return.
@@ -130,9 +132,14 @@ class HostAgent:
                 messages = list(self._inbox.receive())
                 heard_s = time.monotonic()
                 if not messages and self._inbox.ended:
+                    self._leaves = True
                     break
                 self._messages += [message for message in messages if message[0] != "beat"]
                 os.write(self._woken, b".")
+        else:
+            self._leaves = True
+            self._messages.append(("leave",))  # told by whoever may wait
+            os.write(self._woken, b".")
         self._end()
 
     def _do(self, what: str, *rest: Any) -> None:
@@ -148,6 +155,8 @@ class HostAgent:
                 if worker is not None:
                     worker.asked = worker.asked or rest[1] == signal.SIGUSR2
                     worker.handle.send_signal(rest[1])
+            case "leave":
+                self._sender.send("leaving", self._silence_s)
             case "kill":
                 if rest[0] in self._workers:
                     self._workers[rest[0]].handle.kill()
@@ -224,7 +233,7 @@ class HostAgent:
         for message in worker.handle.receive():
             self._sender.send("told", worker.index, pickle.dumps(message))
         worker.print_into(self._sender)
-        if worker.ended:
+        if worker.ended or self._leaves:
             return
         if worker.asked or code is not None:
             now = worker.handle.last_words()

@@ -138,6 +138,12 @@ class AgentConnection(abc.ABC):
         for message in self._inbox.receive():
             heard = True
             self._sort(*message)
+        self._notice_end(heard=heard)
+
+    def _notice_end(self, *, heard: bool) -> None:
+        """Counts the connection as lost where it has ended, or says nothing for too long."""
+        if self._lost is not None:
+            return
         now_s = time.monotonic()
         if heard or self._heard_s is None:
             self._heard_s = now_s if heard else None
@@ -153,6 +159,13 @@ class AgentConnection(abc.ABC):
     def _sort(self, what: str, *rest: Any) -> None:
         if what == "answer":
             self._answers.append(rest[0])
+        elif what == "leaving":
+            self._lost = ResourceError(
+                f"{self.host}: it heard nothing of this launcher for {rest[0]:g} s, and has ended "
+                "its ranks",
+                fix="was the launcher stopped (Ctrl-Z), or the link dead? launcher.silence_s waits "
+                "longer",
+            )
         elif what != "beat":
             index, *values = rest
             if what == "told":
