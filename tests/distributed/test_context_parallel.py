@@ -235,8 +235,10 @@ def test_a_process_that_fails_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", [GATHER, RING, HEADS], ids=["gather", "ring", "alltoall"])
-def test_one_step_is_a_few_units_away_from_a_plain_one(strategy: Strategy) -> None:
-    assert moved_by(SGD.task, None, strategy, CP) <= 32
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_step_is_a_few_units_away_from_a_plain_one(tp: int, strategy: Strategy) -> None:
+    mesh = MeshOptions(cp=2, tp=tp)
+    assert moved_by(SGD.task, None, strategy, mesh, ranks=2 * tp) <= 32
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

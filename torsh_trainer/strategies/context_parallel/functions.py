@@ -55,7 +55,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, tensor: Tensor, comm: Communicator, share: TokenShare, dim: int, sums: bool
     ) -> Tensor:
         ctx.comm, ctx.share, ctx.dim, ctx.sums = comm, share, dim, sums
-        return _join_all(tensor, comm, share, dim)
+        return _join_all(tensor.detach(), comm, share, dim)
 
     @staticmethod
     @once_differentiable
@@ -109,7 +109,7 @@ class _Swap(torch.autograd.Function):
         ctx: Any, tensor: Tensor, comm: Communicator, share: TokenShare, to_heads: bool
     ) -> Tensor:
         ctx.comm, ctx.share, ctx.to_heads = comm, share, to_heads
-        return _swap(tensor, comm, share, to_heads)
+        return _swap(tensor.detach(), comm, share, to_heads)
 
     @staticmethod
     @once_differentiable

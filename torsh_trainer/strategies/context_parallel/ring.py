@@ -87,6 +87,8 @@ class _Ring(torch.autograd.Function):
         is_causal: bool,
         scale: float,
     ) -> Tensor:
+        given = query, key, value
+        query, key, value = query.detach(), key.detach(), value.detach()
         tokens = query.shape[-2]
         output = query.new_zeros((*query.shape[:-1], value.shape[-1]), dtype=torch.float32)
         output = output.to(torch.promote_types(torch.float32, query.dtype))
@@ -111,7 +113,7 @@ class _Ring(torch.autograd.Function):
             if step < comm.size - 1:
                 held = _pass_on(held, comm)
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, total)
+        ctx.save_for_backward(*given, output, total)
         ctx.comm, ctx.share, ctx.is_causal, ctx.scale = comm, share, is_causal, scale
         return output
 
