@@ -120,6 +120,7 @@ def slurm_cluster() -> Iterator[SlurmLab]:
             stdout=out,
             stderr=out,
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the tests, whose end is its own
         )
     try:
         end = time.monotonic() + PATIENCE_S
