@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.isolation import require_isolation
+from tests.isolation import require_isolation
 from torsh_trainer.__main__ import main
 from torsh_trainer.launchers.slurm.launcher import SlurmLauncher
 
@@ -113,7 +113,7 @@ def slurm_cluster() -> Iterator[SlurmLab]:
     """Two nodes of two processors; it begins when the first test asks for it."""
     require_slurm()
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # short: munge's socket has 100 characters
-    words = [HERE.parent / "doctor" / "lab.sh", folder, "2", HERE / "slurm_lab.sh", "2"]
+    words = [HERE.parent / "lab.sh", folder, "2", HERE / "slurm_lab.sh", "2"]
     with (folder / "out").open("w") as out:
         lab = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", *map(str, words)],

@@ -1,5 +1,5 @@
 #!/bin/bash
-# A cluster of Slurm within the lab of tests/doctor/lab.sh: slurmctld on its head, slurmd on each host.
+# A cluster of Slurm within the lab of tests/lab.sh: slurmctld on its head, slurmd on each host.
 #   lab.sh FOLDER COUNT slurm_lab.sh COUNT     writes FOLDER/ready once all nodes are idle
 set -euo pipefail
 folder=$PWD; count=$1
