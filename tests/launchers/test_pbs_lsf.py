@@ -49,10 +49,12 @@ class TestLsf(SubmitLauncherContract):
 
 @pytest.mark.usefixtures("stub_queue")
 @pytest.mark.parametrize("launcher", ["pbs", pytest.param("lsf", marks=pytest.mark.exhaustive)])
-def test_two_processes_train_as_local_ones_do(launcher, door, home, local_losses):
+def test_two_processes_train_as_local_ones_do(launcher, door, home, local_losses, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    passed = [name for name in ("PYTHONPATH", "OMP_NUM_THREADS") if name in os.environ]
     words = ["+recipe=quick.yaml", "strategy=ddp", f"launcher={launcher}", "hydra.run.dir=run"]
     if launcher == "pbs":
-        words.append("launcher.variables=[PYTHONPATH,OMP_NUM_THREADS]")
+        words.append(f"launcher.variables=[{','.join(passed)}]")
     assert door(*words, "launcher.ntasks_per_node=2").code == 0
     assert door("jobs", "wait", "run").code == 0, (home / "run/logs/job.out").read_text()
     assert losses(home / "run") == local_losses
