@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ("tests.door",)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[Any]) -> None:

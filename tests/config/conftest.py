@@ -6,13 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
-
-from torsh_trainer.__main__ import main
 
 QUICK = """\
 # A recipe that trains in a second.
@@ -40,43 +36,12 @@ log_level: warning
 """
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the door gave back."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def config(self) -> dict:
-        """What ``--cfg`` printed."""
-        assert self.code == 0, self.err
-        return yaml.safe_load(self.out)
-
-
-Door = Callable[..., Answer]
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory: empty but for ``quick.yaml``, a recipe."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quick.yaml").write_text(QUICK)
     return tmp_path
-
-
-@pytest.fixture
-def door(home: Path, capsys: pytest.CaptureFixture[str]) -> Door:
-    """``door("+recipe=quick.yaml", ...)``: the command line, in this process and in ``home``."""
-
-    def call(*args: str) -> Answer:
-        capsys.readouterr()
-        code = main(args)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return call
 
 
 class BackgroundDoor:

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.isolation import require_isolation
-from torsh_trainer.__main__ import main
 from torsh_trainer.launchers.slurm.launcher import SlurmLauncher
 
 HERE = Path(__file__).parent
@@ -156,18 +155,6 @@ def slurm(slurm_cluster: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     slurm_cluster.run("scancel", "--full", "--user=root")
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the door gave back."""
-
-    code: int
-    out: str
-    err: str
-
-
-Door = Callable[..., Answer]
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory: ``quick.yaml``, a recipe, and ``held.py``."""
@@ -175,19 +162,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "quick.yaml").write_text(QUICK)
     (tmp_path / "held.py").write_text(HELD)
     return tmp_path
-
-
-@pytest.fixture
-def door(home: Path, capsys: pytest.CaptureFixture[str]) -> Door:
-    """``door("+recipe=quick.yaml", ...)``: the command line, in this process and in ``home``."""
-
-    def call(*args: str) -> Answer:
-        capsys.readouterr()
-        code = main(args)
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
-
-    return call
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launchers.conftest import PATIENCE_S, Door, SlurmLab, losses
+from tests.door import Door
+from tests.launchers.conftest import PATIENCE_S, SlurmLab, losses
 from torsh_trainer.launchers.job_folder import JobHandle
 
 TWO = ("+recipe=quick.yaml", "strategy=ddp", "launcher=slurm", "launcher.nodes=2")
