@@ -175,7 +175,7 @@ def _run(argv: Sequence[str], *, in_words: InWords) -> int:
     forget_failure(options.run, rank=rank)
     with outliving_stdout():
         try:
-            launch(work, order_within(options.run, leads=leads, again=options.again), env)
+            launch(work, order_within(options.run, found=found, again=options.again), env)
         except Exception as error:
             note_failure(options.run, in_words(error), rank=rank)
             if leads and options.run.is_dir():

@@ -19,6 +19,7 @@ from torsh_trainer import environments
 from torsh_trainer.assemble import RunRequest, import_from, launcher_of, plan_run
 from torsh_trainer.checkpoint.store.places import parse_storage_path
 from torsh_trainer.checkpoint.store.retention import complete
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError, ResourceError, TorshError, TrainingError
 from torsh_trainer.launchers.base import LaunchContext, Launcher
 from torsh_trainer.launchers.job_folder import FOLDER, JOB, JobHandle, JobStatus
@@ -32,6 +33,8 @@ from torsh_trainer.utils.masking import mask_override, mask_tree
 REQUEST = "run.yaml"
 AGAIN = "--again"
 _INSIDE = "torsh_trainer.launchers.inline.Inline"
+_STARTING = "torsh_trainer.launchers.local.Local"
+"""Where what began the job tells a node's place only, and its processes are still to be started."""
 _DRY_RUN = "launcher.dry_run="
 _HEADER = "# What the job runs; written when it was submitted.\n"
 
@@ -220,10 +223,11 @@ def repeat_request(run_dir: Path) -> JobRequest:
 # -- within the job -------------------------------------------------------------------------------
 
 
-def order_within(run_dir: Path, *, leads: bool, again: bool) -> RunRequest:
-    """What one process of the job runs, in the place that its environment says.
+def order_within(run_dir: Path, *, found: World | None, again: bool) -> RunRequest:
+    """What one process of the job runs, in the place that its environment has ``found``.
 
-    Of the processes, the one that ``leads`` writes the run's folder. ``again`` goes on from the
+    Of the processes, the first writes the run's folder. One that was told a node's place starts
+    the node's processes. ``again`` goes on from the
     checkpoints of an earlier attempt, whatever ``checkpoint.resume`` began from.
 
     Raises:
@@ -231,12 +235,13 @@ def order_within(run_dir: Path, *, leads: bool, again: bool) -> RunRequest:
     """
     content = read_request(run_dir)
     config = _resolve(content["config"], content["references"])
-    config["launcher"] = {"_target_": _INSIDE}
+    starts = found is not None and found.told == "node" and found.local_size > 1
+    config["launcher"] = {"_target_": _STARTING if starts else _INSIDE}
     if again:
         config = _go_on(config, run_dir)
     return RunRequest(
         config=config,
-        run_dir=run_dir if leads else None,
+        run_dir=run_dir if found is None or found.rank == 0 else None,
         command=tuple(content["command"]),
         import_paths=tuple(content["import_paths"]),
         written=content["config"],

@@ -1,0 +1,256 @@
+"""What the cluster says of a job, its pods and its events, and what it refuses, in our words.
+
+Each function reads objects as ``kubectl get --output=json`` gives them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torsh_trainer.errors import ConfigError, ResourceError
+from torsh_trainer.launchers.job_folder import JobStatus
+
+KubeObject = Mapping[str, Any]
+
+_WAITS = {
+    "ImagePullBackOff": "its image cannot be pulled (launcher.image, image_pull_secrets)",
+    "ErrImagePull": "its image cannot be pulled (launcher.image, image_pull_secrets)",
+    "InvalidImageName": "for ever: launcher.image is no name of an image",
+    "ErrImageNeverPull": "for ever: the image is not on the node, and launcher.image_pull_policy "
+    "is Never",
+    "CreateContainerConfigError": "a secret or a key of it is not there "
+    "(launcher.env_from_secrets, volumes)",
+    "CreateContainerError": "its container cannot be made",
+    "RunContainerError": "its container cannot be started",
+    "ContainerCreating": "its image is pulled, its volumes are mounted",
+    "PodInitializing": "its pods are made ready",
+}
+_ENDS = {
+    "DeadlineExceeded": "it reached launcher.deadline_s",
+    "BackoffLimitExceeded": "",
+    "PodFailurePolicy": "",
+}
+_REFUSED_PODS = (
+    ("exceeded quota", "a quota of the namespace is used up"),
+    ("no PriorityClass", "for ever: there is no such launcher.priority_class"),
+    ("serviceaccount", "for ever: there is no such launcher.service_account"),
+    ("violates PodSecurity", "for ever: the namespace forbids such pods (PodSecurity)"),
+)
+_FIELDS = (
+    ("gpu", "gpus_per_node"),
+    (r"resources.*memory", "mem"),
+    (r"resources.*cpu", "cpus_per_node"),
+    (r"resources", "resources"),
+    (r"emptyDir", "shm_size"),
+    (r"volume", "volumes"),
+    (r"labels", "labels"),
+    (r"tolerations", "tolerations"),
+    (r"nodeSelector", "node_selector"),
+    (r"image", "image"),
+    (r"annotations|metadata\.name", "job_name"),
+)
+_SERVER = re.compile(r"^.*?Error from server(?: \(\w+\))?: |^error: ", re.DOTALL)
+_FILE = re.compile(r'error (?:when creating|validating) "[^"]*": ')
+_SILENT = re.compile(
+    r"connection refused|no such host|i/o timeout|network is unreachable|TLS handshake|"
+    r"Client\.Timeout|deadline exceeded|EOF|x509|Unable to connect|no route to host"
+)
+_DENIED = re.compile(r"Unauthorized|must be logged in|provide credentials|getting credentials")
+
+
+def tell_status(
+    job: KubeObject,
+    pods: Sequence[KubeObject],
+    events: Sequence[KubeObject],
+    *,
+    cancelled: bool,
+) -> JobStatus:
+    """Where ``job`` is; ``cancelled`` says that somebody has asked for its end."""
+    said = job.get("status", {})
+    restarts = int(said.get("failed", 0))
+    conditions = {c["type"]: c for c in said.get("conditions", ()) if c.get("status") == "True"}
+    if "Complete" in conditions:
+        return JobStatus("succeeded", exit_code=0, restarts=restarts)
+    if "Failed" in conditions:
+        return _tell_failure(conditions["Failed"], pods, restarts=max(0, restarts - 1))
+    left = [pod for pod in pods if not _has_ended(pod)]
+    if cancelled and not left and not said.get("active") and not said.get("terminating"):
+        return JobStatus("cancelled", restarts=restarts)
+    if cancelled:
+        return JobStatus("running", "its pods are being ended", restarts=restarts)
+    if job["spec"].get("suspend"):
+        return JobStatus("queued", "it is suspended, by a queue such as Kueue or by hand")
+    done = sum(pod.get("status", {}).get("phase") == "Succeeded" for pod in pods)
+    missing = int(job["spec"].get("completions", 1)) - len(left) - done
+    waiting = next(filter(None, map(_explain_pod, left)), "")
+    if not waiting and missing > 0:
+        waiting = _explain_events(events) or "its pods are not made yet"
+    return JobStatus("queued" if waiting else "running", waiting, restarts=restarts)
+
+
+def explain_refusal(said: str, knobs: Mapping[str, Any]) -> ConfigError | ResourceError:
+    """What kubectl refused, in a sentence that names the knob."""
+    words = shorten(said)
+    namespace = knobs["namespace"] or "of your context"
+    if _SILENT.search(said):
+        return ResourceError(
+            f"the cluster does not answer: {words}",
+            fix="kubectl cluster-info tells whether it is there; KUBECONFIG and launcher.context "
+            "say which it is",
+        )
+    if _DENIED.search(said):
+        return ResourceError(
+            f"the cluster does not take your credentials: {words}",
+            fix="log in again, as your cluster's pages say: a token may have expired (kubectl auth "
+            "whoami)",
+        )
+    if found := re.search(r'context "?([^"]*)"? does not exist', said):
+        return ConfigError(
+            f"launcher.context={found[1]}: kubectl knows no such context",
+            fix="kubectl config get-contexts lists them",
+        )
+    if found := re.search(r'namespaces "([^"]*)" not found', said):
+        return ConfigError(
+            f"launcher.namespace={found[1]}: the cluster has no such namespace",
+            fix="kubectl get namespaces lists them",
+        )
+    if "exceeded quota" in said:
+        return ConfigError(
+            f"a quota of the namespace {namespace} refuses the job: {words}",
+            fix="ask for less, or wait until others have ended; kubectl describe quota shows it",
+        )
+    if "orbidden" in said:
+        return ResourceError(
+            f"you may not do this in the namespace {namespace}: {words}",
+            fix="kubectl auth can-i create jobs, and services; ask for the right, or choose "
+            "another launcher.namespace",
+        )
+    if "already exists" in said:
+        return ConfigError(
+            f"the cluster has something of that name: {words}",
+            fix="choose another folder (hydra.run.dir), or launcher.job_name",
+        )
+    if "is invalid" in said or "decoding error" in said:
+        for pattern, knob in _FIELDS:
+            if re.search(pattern, words):
+                return ConfigError(
+                    f"launcher.{knob}={knobs[knob]}: the cluster says {words}",
+                    fix="launcher.dry_run=true shows the manifest",
+                )
+    return ConfigError(
+        f"kubectl refuses the job: {words}",
+        fix="look at the knobs of the launcher; launcher.dry_run=true shows the manifest",
+    )
+
+
+def shorten(said: str) -> str:
+    """What kubectl says without what it says each time, on one line."""
+    lines = said.strip().splitlines() or [""]
+    text = _FILE.sub("", _SERVER.sub("", lines[-1] if "Unable" in lines[-1] else lines[0]))
+    return " ".join(text.split("; if you choose to ignore")[0].split())[:400]
+
+
+def is_absent(said: str) -> bool:
+    """Whether kubectl says that there is no such object."""
+    return "(NotFound)" in said and "namespaces" not in said
+
+
+# -- pods -----------------------------------------------------------------------------------------
+
+
+def _has_ended(pod: KubeObject) -> bool:
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _containers(pod: KubeObject, state: str) -> Iterator[KubeObject]:
+    for container in pod.get("status", {}).get("containerStatuses", ()):
+        found = container.get("state", {}).get(state)
+        if found is not None:
+            yield found
+
+
+def _explain_pod(pod: KubeObject) -> str:
+    """Why a pod does not run; empty where it does."""
+    status, name = pod.get("status", {}), pod["metadata"]["name"]
+    if status.get("phase") != "Pending":
+        return ""
+    for condition in status.get("conditions", ()):
+        unscheduled = condition["type"] == "PodScheduled" and condition["status"] == "False"
+        if unscheduled and condition.get("reason") == "SchedulingGated":
+            return "a gate holds its pods back"
+        if unscheduled:
+            return f"no node fits: {condition.get('message', '')} ({condition.get('reason')})"
+    for waiting in _containers(pod, "waiting"):
+        reason = waiting.get("reason", "")
+        message = f": {waiting['message']}" if waiting.get("message") else ""
+        return f"pod {name}: {_WAITS.get(reason, 'it waits')}{message} ({reason})"
+    return f"pod {name} waits for a node"
+
+
+def _explain_events(events: Sequence[KubeObject]) -> str:
+    """Why the cluster makes no pods for a job."""
+    for event in reversed(events):
+        if event.get("reason") != "FailedCreate":
+            continue
+        message = " ".join(event.get("message", "").split())[:400]
+        for words, told in _REFUSED_PODS:
+            if words in message:
+                return f"{told}: {message}"
+        return f"the cluster refuses its pods: {message}"
+    return ""
+
+
+def _tell_failure(
+    condition: KubeObject, pods: Sequence[KubeObject], *, restarts: int
+) -> JobStatus:
+    reason = condition.get("reason", "")
+    failed = sorted(
+        (pod for pod in pods if pod.get("status", {}).get("phase") == "Failed"), key=_end_of
+    )
+    # Those that the end of another one ends come later, or by a signal.
+    own = [pod for pod in failed if not _is_disrupted(pod) and _code(pod) not in (0, 143, 137)]
+    final = own or [pod for pod in failed if not _is_disrupted(pod)] or failed
+    named = re.search(r"for pod \S*?/(\S+) ", condition.get("message", ""))
+    chosen = [pod for pod in final if named is not None and pod["metadata"]["name"] == named[1]]
+    if reason == "DeadlineExceeded":
+        return JobStatus("failed", _ENDS[reason], 1, restarts)
+    if not final:
+        words = condition.get("message", "") or reason
+        return JobStatus("failed", words, 1, restarts)
+    pod = (chosen or final[:1])[0]
+    return JobStatus("failed", _explain_end(pod), _code(pod) or 1, restarts)
+
+
+def _is_disrupted(pod: KubeObject) -> bool:
+    conditions = pod.get("status", {}).get("conditions", ())
+    return any(c["type"] == "DisruptionTarget" and c["status"] == "True" for c in conditions)
+
+
+def _end_of(pod: KubeObject) -> str:
+    return next((str(end.get("finishedAt")) for end in _containers(pod, "terminated")), "")
+
+
+def _code(pod: KubeObject) -> int:
+    return next((int(end.get("exitCode", 0)) for end in _containers(pod, "terminated")), 0)
+
+
+def _explain_end(pod: KubeObject) -> str:
+    """What ended a pod, with its last words."""
+    status, name = pod.get("status", {}), pod["metadata"]["name"]
+    node = pod.get("spec", {}).get("nodeName")
+    where = f"pod {name} on {node}" if node else f"pod {name}"
+    for end in _containers(pod, "terminated"):
+        if end.get("reason") == "OOMKilled":
+            return f"{where}: it used more memory than launcher.mem allows (OOMKilled)"
+        if "No such file or directory" in end.get("message", "") and end.get("exitCode") == 127:
+            return f"{where}: {_last_words(end)} (launcher.volumes, launcher.python)"
+        return f"{where}: {_last_words(end) or 'it has told nothing'}"
+    return f"{where}: {status.get('message') or status.get('reason') or 'it has told nothing'}"
+
+
+def _last_words(end: KubeObject) -> str:
+    lines = [line.strip() for line in end.get("message", "").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines[-1:] or [""])[0].removeprefix("error: ")[:400]
