@@ -153,7 +153,8 @@ def _start(folder: Path, stack: ExitStack) -> KubeLab:
     hosts = folder / "hosts"
     hosts.write_text(Path("/etc/hosts").read_text())
     script = 'mount --bind "$1" /etc/hosts; shift; exec "$@"'
-    kubelet = ["unshare", "--mount", "--propagation", "private", "sh", "-euc", script, "sh"]
+    kubelet = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork"]
+    kubelet += ["--kill-child=KILL", "sh", "-euc", script, "sh"]
     kubelet += [hosts, sys.executable, HERE / "kubernetes_lab.py", url, "admin", hosts]
     stack.enter_context(running(kubelet, folder / "kubelet.log"))
     return lab

@@ -71,7 +71,8 @@ def control(job: dict, pods: list[dict]) -> None:
         for pod in living:
             if "deletionTimestamp" not in pod["metadata"]:
                 call("DELETE", path_of(pod, "pods"))
-        return write_job(job, active=len(living))
+        write_job(job, active=len(living))
+        return
     failed = [pod for pod in pods if pod["status"].get("phase") == "Failed"]
     counted = [pod for pod in failed if judge(spec, pod) != "Ignore"]
     end = next((pod for pod in failed if judge(spec, pod) == "FailJob"), None)
@@ -82,20 +83,23 @@ def control(job: dict, pods: list[dict]) -> None:
         for pod in living:
             call("DELETE", path_of(pod, "pods"))
         if living:
-            return write_job(job, **numbers)
+            write_job(job, **numbers)
+            return
         last = {"type": "FailureTarget"}, {"type": "Failed"}
         both = [{**one, "status": "True", "reason": reason, "message": reason} for one in last]
-        return write_job(job, **numbers, conditions=both)
+        write_job(job, **numbers, conditions=both)
+        return
     if len(done) == spec["completions"]:
         both = [{"type": kind, "status": "True"} for kind in ("SuccessCriteriaMet", "Complete")]
         indexes = f"0-{len(done) - 1}" if len(done) > 1 else "0"
         more = {"completionTime": now(), "completedIndexes": indexes}
-        return write_job(job, **numbers, conditions=both, **more)
+        write_job(job, **numbers, conditions=both, **more)
+        return
     taken = {pod["metadata"]["annotations"][INDEX] for pod in (*living, *done)}
     for index in map(str, range(spec["completions"])):
         if index not in taken:
             make_pod(job, index)
-    return write_job(job, **numbers)
+    write_job(job, **numbers)
 
 
 def judge(spec: dict, pod: dict) -> str:
@@ -237,7 +241,7 @@ def sweep() -> None:
             attempt(keep, pod)
 
 
-def attempt(action, *args) -> None:  # noqa: ANN001
+def attempt(action, *args) -> None:
     try:
         action(*args)
     except urllib.error.HTTPError as error:  # it went while we looked

@@ -139,7 +139,11 @@ class KubernetesLauncher(SubmitLauncher):
         if self.working_dir is not None:
             within = replace(request, folder=Path(self.working_dir))
         script = write_pod_script(within, python=self.python, env=self._place(request.run_dir))
-        create = (*self._kubectl("create"), "--validate=strict", f"--filename={_quote_item(manifest.path)}")
+        create = (
+            *self._kubectl("create"),
+            "--validate=strict",
+            f"--filename={_quote_item(manifest.path)}",
+        )
         return SubmissionPlan(
             files=(*request.files, PlannedFile(folder / POD_SCRIPT, script, 0o755), manifest),
             commands=((*create, "--dry-run=server"), (*create, f"--output={_SAYS}")),
@@ -203,8 +207,11 @@ class KubernetesLauncher(SubmitLauncher):
         name = handle.id.rpartition("/")[2]
         words = ("--ignore-not-found", "--wait=false")
         self._do(handle, "delete", f"job/{name}", f"service/{name}", *words)
+        # Pods go with their job, but with all of their grace; it does not matter where this fails.
+        namespace = handle.id.rpartition("/")[0] or None
         pods = f"--selector=batch.kubernetes.io/job-name={name}"
-        self._do(handle, "delete", "pods", pods, "--grace-period=1", *words)
+        command = ("delete", "pods", pods, "--grace-period=1", *words)
+        run_client(self._kubectl(*command, namespace=namespace))
 
     def cancel(self, handle: JobHandle, *, grace_s: float) -> JobStatus:
         status = super().cancel(handle, grace_s=grace_s)

@@ -24,6 +24,7 @@ RUN_LABEL = "torsh-trainer/run"
 NEVER_AGAIN = (2, 126, 127)
 """Exit codes that begin no pod again: a bad configuration, and what bash cannot start."""
 
+_WORD = re.compile(r"[A-Za-z/][\w./:@ -]{3,}")
 _LENGTH = 42
 """Of a name before its digest: pods are called after it, and host names have 63 characters."""
 
@@ -58,10 +59,19 @@ def write_manifest(launcher: KubernetesLauncher, request: JobRequest) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what comes twice out twice, without anchors."""
+    """Writes what comes twice out twice, without anchors, and quotes texts such as 1e5, which
+    kubectl would take for numbers: PyYAML knows another YAML than it."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_text(self, text: str) -> yaml.Node:
+        """``text`` as a scalar, quoted unless it reads as a word to all."""
+        style = None if _WORD.fullmatch(text) else "'"
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Plain.add_representer(str, _Plain.represent_text)
 
 
 def _check_covered(launcher: KubernetesLauncher, request: JobRequest) -> None:
@@ -90,7 +100,11 @@ def _metadata(launcher: KubernetesLauncher, request: JobRequest, name: str) -> d
         "app.kubernetes.io/instance": name,
         RUN_LABEL: digest_folder(request.run_dir),
     }
-    return {"name": name, "labels": labels, "annotations": {"torsh-trainer/run-dir": str(request.run_dir)}}
+    return {
+        "name": name,
+        "labels": labels,
+        "annotations": {"torsh-trainer/run-dir": str(request.run_dir)},
+    }
 
 
 def _write_service(launcher: KubernetesLauncher, request: JobRequest) -> dict[str, Any]:
@@ -147,16 +161,15 @@ def _write_pod(launcher: KubernetesLauncher, request: JobRequest, name: str) -> 
         "terminationGracePeriodSeconds": launcher.grace_s,
         "enableServiceLinks": False,  # variables of services could look like ours
     }
-    for key, value in (
+    told = (
         ("serviceAccountName", launcher.service_account),
         ("priorityClassName", launcher.priority_class),
         ("nodeSelector", options.read_pairs("node_selector", launcher.node_selector)),
         ("tolerations", [options.read_toleration(item) for item in launcher.tolerations]),
         ("imagePullSecrets", [{"name": item} for item in launcher.image_pull_secrets]),
         ("securityContext", options.read_user(launcher.run_as)),
-    ):
-        if value:
-            pod[key] = value
+    )
+    pod |= {key: value for key, value in told if value}
     pod["containers"] = [_write_container(launcher, request)]
     pod["volumes"] = [
         {"name": "shm", "emptyDir": shm},

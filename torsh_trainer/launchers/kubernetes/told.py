@@ -27,11 +27,6 @@ _WAITS = {
     "ContainerCreating": "its image is pulled, its volumes are mounted",
     "PodInitializing": "its pods are made ready",
 }
-_ENDS = {
-    "DeadlineExceeded": "it reached launcher.deadline_s",
-    "BackoffLimitExceeded": "",
-    "PodFailurePolicy": "",
-}
 _REFUSED_PODS = (
     ("exceeded quota", "a quota of the namespace is used up"),
     ("no PriorityClass", "for ever: there is no such launcher.priority_class"),
@@ -53,11 +48,56 @@ _FIELDS = (
 )
 _SERVER = re.compile(r"^.*?Error from server(?: \(\w+\))?: |^error: ", re.DOTALL)
 _FILE = re.compile(r'error (?:when creating|validating) "[^"]*": ')
-_SILENT = re.compile(
-    r"connection refused|no such host|i/o timeout|network is unreachable|TLS handshake|"
-    r"Client\.Timeout|deadline exceeded|EOF|x509|Unable to connect|no route to host"
+_SILENT = (
+    *("connection refused", "no such host", "i/o timeout", "network is unreachable", "EOF", "x509"),
+    *("TLS handshake", r"Client\.Timeout", "deadline exceeded", "Unable to connect"),
+    *("no route to host",),
 )
-_DENIED = re.compile(r"Unauthorized|must be logged in|provide credentials|getting credentials")
+_REFUSALS: tuple[tuple[str, type[ConfigError] | type[ResourceError], str, str], ...] = (
+    (
+        "|".join(_SILENT),
+        ResourceError,
+        "the cluster does not answer: {words}",
+        "kubectl cluster-info tells more; KUBECONFIG and launcher.context say which it is",
+    ),
+    (
+        r"Unauthorized|must be logged in|provide credentials|getting credentials",
+        ResourceError,
+        "the cluster does not take your credentials: {words}",
+        "log in again, as your cluster's pages say: a token may have expired (kubectl auth whoami)",
+    ),
+    (
+        r"context was not found|context .* does not exist",
+        ConfigError,
+        "launcher.context={context}: kubectl knows no such context",
+        "kubectl config get-contexts lists them",
+    ),
+    (
+        r"namespaces \"[^\"]*\" not found",
+        ConfigError,
+        "launcher.namespace={namespace}: the cluster has no such namespace",
+        "kubectl get namespaces lists them",
+    ),
+    (
+        r"exceeded quota",
+        ConfigError,
+        "a quota of the namespace {namespace} refuses the job: {words}",
+        "ask for less, or wait until others have ended; kubectl describe quota shows it",
+    ),
+    (
+        r"[Ff]orbidden",
+        ResourceError,
+        "you may not do this in the namespace {namespace}: {words}",
+        "kubectl auth can-i create jobs; ask for the right, or choose a launcher.namespace",
+    ),
+    (
+        r"already exists",
+        ConfigError,
+        "the cluster has something of that name: {words}",
+        "choose another folder (hydra.run.dir), or launcher.job_name",
+    ),
+)
+"""Words of kubectl, and what they mean to whoever submits; the first that fits."""
 
 
 def tell_status(
@@ -93,45 +133,10 @@ def tell_status(
 def explain_refusal(said: str, knobs: Mapping[str, Any]) -> ConfigError | ResourceError:
     """What kubectl refused, in a sentence that names the knob."""
     words = shorten(said)
-    namespace = knobs["namespace"] or "of your context"
-    if _SILENT.search(said):
-        return ResourceError(
-            f"the cluster does not answer: {words}",
-            fix="kubectl cluster-info tells whether it is there; KUBECONFIG and launcher.context "
-            "say which it is",
-        )
-    if _DENIED.search(said):
-        return ResourceError(
-            f"the cluster does not take your credentials: {words}",
-            fix="log in again, as your cluster's pages say: a token may have expired (kubectl auth "
-            "whoami)",
-        )
-    if found := re.search(r'context "?([^"]*)"? does not exist', said):
-        return ConfigError(
-            f"launcher.context={found[1]}: kubectl knows no such context",
-            fix="kubectl config get-contexts lists them",
-        )
-    if found := re.search(r'namespaces "([^"]*)" not found', said):
-        return ConfigError(
-            f"launcher.namespace={found[1]}: the cluster has no such namespace",
-            fix="kubectl get namespaces lists them",
-        )
-    if "exceeded quota" in said:
-        return ConfigError(
-            f"a quota of the namespace {namespace} refuses the job: {words}",
-            fix="ask for less, or wait until others have ended; kubectl describe quota shows it",
-        )
-    if "orbidden" in said:
-        return ResourceError(
-            f"you may not do this in the namespace {namespace}: {words}",
-            fix="kubectl auth can-i create jobs, and services; ask for the right, or choose "
-            "another launcher.namespace",
-        )
-    if "already exists" in said:
-        return ConfigError(
-            f"the cluster has something of that name: {words}",
-            fix="choose another folder (hydra.run.dir), or launcher.job_name",
-        )
+    told = {**knobs, "namespace": knobs["namespace"] or "of your context", "words": words}
+    for pattern, kind, sentence, fix in _REFUSALS:
+        if re.search(pattern, said):
+            return kind(sentence.format(**told), fix=fix)
     if "is invalid" in said or "decoding error" in said:
         for pattern, knob in _FIELDS:
             if re.search(pattern, words):
@@ -147,9 +152,13 @@ def explain_refusal(said: str, knobs: Mapping[str, Any]) -> ConfigError | Resour
 
 def shorten(said: str) -> str:
     """What kubectl says without what it says each time, on one line."""
-    lines = said.strip().splitlines() or [""]
-    text = _FILE.sub("", _SERVER.sub("", lines[-1] if "Unable" in lines[-1] else lines[0]))
-    return " ".join(text.split("; if you choose to ignore")[0].split())[:400]
+    text = said.strip()
+    if "Unable to connect" in text:
+        text = text.splitlines()[-1]
+    elif not text.partition("\n")[0].endswith(":"):  # else it is a list
+        text = text.partition("\n")[0]
+    text = _FILE.sub("", _SERVER.sub("", text)).split("; if you choose to ignore")[0]
+    return " ".join(text.split())[:400]
 
 
 def is_absent(said: str) -> bool:
@@ -202,9 +211,7 @@ def _explain_events(events: Sequence[KubeObject]) -> str:
     return ""
 
 
-def _tell_failure(
-    condition: KubeObject, pods: Sequence[KubeObject], *, restarts: int
-) -> JobStatus:
+def _tell_failure(condition: KubeObject, pods: Sequence[KubeObject], *, restarts: int) -> JobStatus:
     reason = condition.get("reason", "")
     failed = sorted(
         (pod for pod in pods if pod.get("status", {}).get("phase") == "Failed"), key=_end_of
@@ -215,7 +222,7 @@ def _tell_failure(
     named = re.search(r"for pod \S*?/(\S+) ", condition.get("message", ""))
     chosen = [pod for pod in final if named is not None and pod["metadata"]["name"] == named[1]]
     if reason == "DeadlineExceeded":
-        return JobStatus("failed", _ENDS[reason], 1, restarts)
+        return JobStatus("failed", "it reached launcher.deadline_s", 1, restarts)
     if not final:
         words = condition.get("message", "") or reason
         return JobStatus("failed", words, 1, restarts)
