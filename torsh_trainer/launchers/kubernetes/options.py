@@ -240,8 +240,8 @@ def _check_open(name: str, value: str) -> None:
     if is_secret(name) or mask_url(value) != value:
         raise ConfigError(
             f"launcher.env: {name} is a secret, which the manifest would show",
-            fix=f"kubectl create secret generic NAME --from-literal=KEY=..., and "
-            f"launcher.env_from_secrets=['{name}=NAME/KEY']",
+            fix="make a secret of the cluster (kubectl create secret generic), and name it and its "
+            "key in launcher.env_from_secrets",
         )
 
 
@@ -250,6 +250,6 @@ def _read_key(value: str) -> dict[str, str]:
     if not slash or not key or _NAME.fullmatch(name) is None:
         raise ConfigError(
             "launcher.env_from_secrets: an item names no secret of the cluster and its key",
-            fix="launcher.env_from_secrets=['HF_TOKEN=NAME/KEY']: names, and no value",
+            fix="write VARIABLE=SECRET/KEY, names and no value",
         )
     return {"name": name, "key": key}

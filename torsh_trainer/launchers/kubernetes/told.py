@@ -46,6 +46,9 @@ _FIELDS = (
     (r"image", "image"),
     (r"annotations|metadata\.name", "job_name"),
 )
+_LOG = re.compile(r"[EWI]\d{4} \d\d:")
+"""Lines that kubectl logs of its own attempts, before it says what came of them."""
+
 _SERVER = re.compile(r"^.*?Error from server(?: \(\w+\))?: |^error: ", re.DOTALL)
 _FILE = re.compile(r'error (?:when creating|validating) "[^"]*": ')
 _SILENT = (
@@ -152,10 +155,9 @@ def explain_refusal(said: str, knobs: Mapping[str, Any]) -> ConfigError | Resour
 
 def shorten(said: str) -> str:
     """What kubectl says without what it says each time, on one line."""
-    text = said.strip()
-    if "Unable to connect" in text:
-        text = text.splitlines()[-1]
-    elif not text.partition("\n")[0].endswith(":"):  # else it is a list
+    lines = said.strip().splitlines()
+    text = "\n".join([line for line in lines if not _LOG.match(line)] or lines)
+    if not text.partition("\n")[0].rstrip().endswith(":"):  # else it is a list
         text = text.partition("\n")[0]
     text = _FILE.sub("", _SERVER.sub("", text)).split("; if you choose to ignore")[0]
     return " ".join(text.split())[:400]
