@@ -48,7 +48,8 @@ def require_kubernetes() -> None:
         pytest.skip("no kube-apiserver in ../shared")
     if os.geteuid() != 0:
         pytest.skip("mounts want root")
-    missing = [name for name in ("kubectl", "etcd", "zstd", "unshare") if not shutil.which(name)]
+    programs = ("kubectl", "etcd", "zstd", "openssl", "unshare", "setpriv")
+    missing = [name for name in programs if not shutil.which(name)]
     assert not missing, f"install what .ci/run lists: {', '.join(missing)} missing"
 
 

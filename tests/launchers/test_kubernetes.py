@@ -15,6 +15,7 @@ import yaml
 from tests.launchers.conftest import PATIENCE_S, Door, losses
 from tests.launchers.kubernetes import KubeLab, free_ports
 from torsh_trainer.launchers.job_folder import JobHandle
+from torsh_trainer.launchers.kubernetes.manifest import name_job
 
 HELD = "+callbacks.held={_target_: held.Held}"
 
@@ -183,14 +184,19 @@ def container(**state: dict) -> dict:
     return {"containerStatuses": [{**one, "state": state}]}
 
 
+def warn(kube: KubeLab, kind: str, name: str, **event: str) -> None:
+    """Writes an event, as a controller or a kubelet would."""
+    involved = {"kind": kind, "name": name, "namespace": "default"}
+    involved["uid"] = kube.get(kind, name)["metadata"]["uid"]
+    head = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"{name}.1"}}
+    given = {**head, "type": "Warning", "involvedObject": involved, **event}
+    kube.run("create", "--filename=-", given=given)
+
+
 def test_why_a_job_waits_is_told_in_words(kube, door, home, waiting):
     assert told(door) == "queued: its pods are not made yet"
     message = 'pods "x-0-a" is forbidden: exceeded quota: few, requested: pods=1, limited: pods=0'
-    uid = kube.get("job", waiting)["metadata"]["uid"]
-    involved = {"kind": "Job", "name": waiting, "namespace": "default", "uid": uid}
-    event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"{waiting}.1"}}
-    event |= {"involvedObject": involved, "reason": "FailedCreate", "message": message}
-    kube.run("create", "--filename=-", given={**event, "type": "Warning"})
+    warn(kube, "Job", waiting, reason="FailedCreate", message=message)
     assert told(door) == f"queued: a quota of the namespace is used up: {message}"
     unfit = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     where = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
@@ -205,8 +211,11 @@ def test_why_a_job_waits_is_told_in_words(kube, door, home, waiting):
         kube.write_status("pod", pod, container(waiting={"reason": reason, "message": "so"}))
         assert told(door).startswith(f"queued: pod {pod}: {words}")
         assert told(door).endswith(f": so ({reason})")
+    kube.write_status("pod", pod, container(waiting={"reason": "ContainerCreating"}))
+    warn(kube, "Pod", pod, reason="FailedMount", message="mount.nfs: access denied")
+    assert told(door).endswith(": mount.nfs: access denied (ContainerCreating)")
     kube.write_status("pod", pod, {"phase": "Running", **container(running={})})
-    assert told(door) == "queued: its pods are not made yet"  # the other one
+    assert told(door) == f"queued: a quota of the namespace is used up: {message}"  # the other one
     kube.make_pod(waiting, 1, phase="Running")
     assert told(door) == "running"
     kube.run("patch", "job", waiting, "--type=merge", '--patch={"spec":{"suspend":true}}')
@@ -299,6 +308,22 @@ def test_a_job_of_that_name_that_goes_on_is_left_alone(kube, door, home, waiting
     assert f"the cluster has a job {waiting} already" in answer.err
     assert kube.get("job", waiting)["metadata"]["uid"] == uid
     assert kube.get("service", waiting)["metadata"]["name"] == waiting
+
+
+def test_what_has_the_name_already_and_is_not_the_runs_is_left_alone(kube, door, home):
+    name = name_job(home / "run", None)
+    meta = {"name": name, "labels": {"mine": "yes"}}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": meta}
+    kube.run("create", "--filename=-", given={**service, "spec": {"ports": [{"port": 1}]}})
+    try:
+        answer = door(*words(home))
+        assert answer.code == 2
+        assert "the cluster has something of that name" in answer.err
+        assert not (home / "run").exists()
+        assert kube.get("service", name)["metadata"]["labels"] == meta["labels"]
+        assert kube.get("jobs", "--selector=torsh-trainer/run")["items"] == []
+    finally:
+        kube.run("delete", "service", name)
 
 
 # -- the manifest --------------------------------------------------------------------------------

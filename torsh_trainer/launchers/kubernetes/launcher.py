@@ -32,10 +32,11 @@ _SAYS = 'jsonpath={.kind} {.metadata.namespace}/{.metadata.name} {.metadata.uid}
 class KubernetesLauncher(SubmitLauncher):
     """Submits the run by kubectl, as an Indexed Job of ``nodes`` pods and a headless service.
 
-    ``ntasks_per_node`` auto is ``gpus_per_node``, else 1. ``volumes`` are KIND:SOURCE:PATH[:ro]
-    with KIND pvc, nfs, host or secret; one has to cover the run's folder, under the path that it
+    ``ntasks_per_node`` auto is ``gpus_per_node``, else 1. ``volumes`` are
+    ``KIND:SOURCE:PATH[:ro]`` with KIND pvc, nfs, host or secret; one has to cover the run's folder, under the path that it
     has here. ``env`` are NAME=VALUE, ``env_from_secrets`` NAME=SECRET/KEY, ``labels`` and
-    ``node_selector`` KEY=VALUE, ``tolerations`` KEY[=VALUE][:EFFECT], ``resources`` VENDOR/NAME=N.
+    ``node_selector`` KEY=VALUE, ``tolerations`` ``KEY[=VALUE][:EFFECT]``,
+    ``resources`` VENDOR/NAME=N.
     ``backoff_limit`` is how many failed pods are begun again; those that are preempted do not
     count, and exit code 2 ends the job. ``grace_s`` is the time to save after SIGTERM, ``ttl_s``
     how long an ended job is kept, ``deadline_s`` how long it may run. ``working_dir`` is where the
@@ -189,13 +190,14 @@ class KubernetesLauncher(SubmitLauncher):
         if job is None:
             return JobStatus("cancelled") if cancelled else None
         uid = job["metadata"]["uid"]
-        pods = self._get(handle, "pods", f"--selector=batch.kubernetes.io/controller-uid={uid}")
-        events: dict[str, Any] | None = None
-        if not (pods or {}).get("items"):
-            field = f"--field-selector=involvedObject.uid={uid}"
-            events = self._get(handle, "events", field)
-        found = [(said or {}).get("items", []) for said in (pods, events)]
-        return told.tell_status(job, *found, cancelled=cancelled)
+        found = self._get(handle, "pods", f"--selector=batch.kubernetes.io/controller-uid={uid}")
+        pods = (found or {}).get("items", [])
+        events: list[dict[str, Any]] = []
+        subject = told.find_subject(job, pods)
+        if subject is not None:
+            field = f"--field-selector=type=Warning,involvedObject.uid={subject}"
+            events = (self._get(handle, "events", field) or {}).get("items", [])
+        return told.tell_status(job, pods, events, cancelled=cancelled)
 
     def ask_to_save(self, handle: JobHandle) -> None:
         """Suspends the job: its pods get SIGTERM and ``grace_s``, and no others are made."""

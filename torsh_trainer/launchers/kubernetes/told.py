@@ -125,12 +125,17 @@ def tell_status(
         return JobStatus("running", "its pods are being ended", restarts=restarts)
     if job["spec"].get("suspend"):
         return JobStatus("queued", "it is suspended, by a queue such as Kueue or by hand")
-    done = sum(pod.get("status", {}).get("phase") == "Succeeded" for pod in pods)
-    missing = int(job["spec"].get("completions", 1)) - len(left) - done
-    waiting = next(filter(None, map(_explain_pod, left)), "")
-    if not waiting and missing > 0:
+    waiting = next(filter(None, (_explain_pod(pod, events) for pod in left)), "")
+    if not waiting and _count_missing(job, pods) > 0:
         waiting = _explain_events(events) or "its pods are not made yet"
     return JobStatus("queued" if waiting else "running", waiting, restarts=restarts)
+
+
+def find_subject(job: KubeObject, pods: Sequence[KubeObject]) -> str | None:
+    """The uid of what the events may tell more of: a pod that waits, or a job without its pods."""
+    pending = (pod for pod in pods if pod.get("status", {}).get("phase") == "Pending")
+    first = next(pending, job if _count_missing(job, pods) > 0 else None)
+    return None if first is None else str(first["metadata"]["uid"])
 
 
 def explain_refusal(said: str, knobs: Mapping[str, Any]) -> ConfigError | ResourceError:
@@ -175,6 +180,11 @@ def _has_ended(pod: KubeObject) -> bool:
     return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
+def _count_missing(job: KubeObject, pods: Sequence[KubeObject]) -> int:
+    failed = sum(pod.get("status", {}).get("phase") == "Failed" for pod in pods)
+    return int(job["spec"].get("completions", 1)) - (len(pods) - failed)
+
+
 def _containers(pod: KubeObject, state: str) -> Iterator[KubeObject]:
     for container in pod.get("status", {}).get("containerStatuses", ()):
         found = container.get("state", {}).get(state)
@@ -182,7 +192,7 @@ def _containers(pod: KubeObject, state: str) -> Iterator[KubeObject]:
             yield found
 
 
-def _explain_pod(pod: KubeObject) -> str:
+def _explain_pod(pod: KubeObject, events: Sequence[KubeObject]) -> str:
     """Why a pod does not run; empty where it does."""
     status, name = pod.get("status", {}), pod["metadata"]["name"]
     if status.get("phase") != "Pending":
@@ -193,9 +203,11 @@ def _explain_pod(pod: KubeObject) -> str:
             return "a gate holds its pods back"
         if unscheduled:
             return f"no node fits: {condition.get('message', '')} ({condition.get('reason')})"
+    own = [one for one in events if one["involvedObject"].get("uid") == pod["metadata"].get("uid")]
     for waiting in _containers(pod, "waiting"):
         reason = waiting.get("reason", "")
-        message = f": {waiting['message']}" if waiting.get("message") else ""
+        said = waiting.get("message") or (own[-1].get("message") if own else "")
+        message = f": {' '.join(said.split())[:400]}" if said else ""
         return f"pod {name}: {_WAITS.get(reason, 'it waits')}{message} ({reason})"
     return f"pod {name} waits for a node"
 
