@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.isolation import require_isolation
+from tests.launchers.kubernetes import KubeLab, require_kubernetes, start_cluster
+from torsh_trainer.launchers.kubernetes.launcher import KubernetesLauncher
 from torsh_trainer.launchers.slurm.launcher import SlurmLauncher
 
 HERE = Path(__file__).parent
@@ -180,3 +182,21 @@ def local_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     done = subprocess.run(command, cwd=home, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return losses(home / "run")
+
+
+@pytest.fixture(scope="session")
+def kube_cluster() -> Iterator[KubeLab]:
+    """A Kubernetes of this machine; it begins when the first test asks for it."""
+    require_kubernetes()
+    with start_cluster() as lab:
+        yield lab
+
+
+@pytest.fixture
+def kube(kube_cluster: KubeLab, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubeLab]:
+    """The cluster, for kubectl as users call it; what a test leaves there ends with it."""
+    monkeypatch.setenv("KUBECONFIG", str(kube_cluster.config))
+    monkeypatch.setattr(KubernetesLauncher, "poll_s", 0.2)
+    yield kube_cluster
+    label = "--selector=torsh-trainer/run"
+    kube_cluster.run("delete", "jobs,services,pods", label, "--wait=false", "--grace-period=1")

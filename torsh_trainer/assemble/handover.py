@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from torsh_trainer.assemble import RunRequest
 from torsh_trainer.checkpoint.store.places import parse_storage_path
 from torsh_trainer.checkpoint.store.retention import complete
+from torsh_trainer.environments.world import World
 from torsh_trainer.errors import ConfigError
 from torsh_trainer.launchers.job_folder import FOLDER
 from torsh_trainer.launchers.plan import JobRequest, PlannedFile
@@ -28,6 +29,9 @@ REQUEST = "run.yaml"
 AGAIN = "--again"
 INSIDE = "torsh_trainer.launchers.inline.Inline"
 """The launcher within a job, whose scheduler has started the processes."""
+
+_STARTING = "torsh_trainer.launchers.local.Local"
+"""Where what began the job tells a node's place only, and its processes are still to be started."""
 
 _DRY_RUN = "launcher.dry_run="
 _HEADER = "# What the job runs; written when it was submitted.\n"
@@ -136,23 +140,25 @@ def repeat_request(run_dir: Path) -> JobRequest:
 # -- within the job -------------------------------------------------------------------------------
 
 
-def order_within(run_dir: Path, *, leads: bool, again: bool) -> RunRequest:
-    """What one process of the job runs, in the place that its environment says.
+def order_within(run_dir: Path, *, found: World | None, again: bool) -> RunRequest:
+    """What one process of the job runs, in the place that its environment has ``found``.
 
-    Of the processes, the one that ``leads`` writes the run's folder. ``again`` goes on from the
-    checkpoints of an earlier attempt, whatever ``checkpoint.resume`` began from.
+    Of the processes, the first writes the run's folder. One that was told a node's place starts
+    the node's processes. ``again`` goes on from the checkpoints of an earlier attempt, whatever
+    ``checkpoint.resume`` began from.
 
     Raises:
         ConfigError: there is no job, or a variable that it asks for is not set.
     """
     content = read_request(run_dir)
     config = _resolve(content["config"], content["references"])
-    config["launcher"] = {"_target_": INSIDE}
+    starts = found is not None and found.told == "node" and found.local_size > 1
+    config["launcher"] = {"_target_": _STARTING if starts else INSIDE}
     if again:
         config = _go_on(config, run_dir)
     return RunRequest(
         config=config,
-        run_dir=run_dir if leads else None,
+        run_dir=run_dir if found is None or found.rank == 0 else None,
         command=tuple(content["command"]),
         import_paths=tuple(content["import_paths"]),
         written=content["config"],

@@ -33,8 +33,8 @@ from torsh_trainer.utils.signals import ends_with_its_run
 
 _PROGRAM = "python -m torsh_trainer jobs"
 _DESCRIPTION = """\
-Runs that were submitted (launcher=slurm). A RUN is the folder of a run, or one above several, such
-as a sweep's.
+Runs that were submitted (launcher=slurm, kubernetes and the like). A RUN is the folder of a run, or
+one above several, such as a sweep's.
 
   list [FOLDER ...]   the jobs below (runs, unless others are named)
   status RUN ...      where they are, and why they wait or ended
@@ -174,7 +174,7 @@ def _run(argv: Sequence[str], *, in_words: InWords) -> int:
     forget_failure(options.run, rank=rank)
     with outliving_stdout():
         try:
-            launch(work, order_within(options.run, leads=leads, again=options.again), env)
+            launch(work, order_within(options.run, found=found, again=options.again), env)
         except Exception as error:
             note_failure(options.run, in_words(error), rank=rank)
             if leads and options.run.is_dir():
@@ -227,12 +227,12 @@ def _row(job: SubmittedJob, status: JobStatus) -> dict[str, Any]:
 
 
 def _show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    width = max(len(str(row["id"])) for row in rows)
+    width, names = (max(len(str(row[key])) for row in rows) for key in ("id", "launcher"))
     for row in rows:
         where = Path(row["run_dir"])
         with contextlib.suppress(ValueError):
             where = where.relative_to(Path.cwd())
-        _show(f"{row['launcher']:<6} {row['id']:>{width}}  {where}  {row['words']}")
+        _show(f"{row['launcher']:<{names}}  {row['id']:>{width}}  {where}  {row['words']}")
 
 
 def _show(text: str) -> None:

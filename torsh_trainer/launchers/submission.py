@@ -151,16 +151,19 @@ class SubmitLauncher(Launcher):
                     file.path.parent.mkdir(parents=True, exist_ok=True)
                     write_file(file.path, file.content.encode())
                     file.path.chmod(file.mode)
-                for mark in (CANCELLED, PREEMPTED, BEGUN):
-                    (plan.run_dir / FOLDER / mark).unlink(missing_ok=True)
+                folder = plan.run_dir / FOLDER
+                marks = (folder / CANCELLED, folder / PREEMPTED, *folder.glob(f"{BEGUN}*"))
+                for mark in marks:
+                    mark.unlink(missing_ok=True)
                 (plan.run_dir / OUTPUT).parent.mkdir(exist_ok=True)
             except OSError as error:
                 raise disk_error(error, "write", plan.run_dir, setting="hydra.run.dir") from error
-            done = run_client(plan.command)
-            if done.returncode:
-                raise self.explain_refusal(done.stderr.strip() or done.stdout.strip())
-            if done.stderr.strip():
-                print(f"note: {done.stderr.strip()}", file=sys.stderr)
+            for command in plan.commands:
+                done = run_client(command)
+                if done.returncode:
+                    raise self.explain_refusal(done.stderr.strip() or done.stdout.strip())
+                if done.stderr.strip():
+                    print(f"note: {done.stderr.strip()}", file=sys.stderr)
         host = socket.gethostname()
         handle = JobHandle(self.name, self.read_id(done.stdout), str(plan.run_dir), host)
         try:

@@ -26,6 +26,9 @@ _WHOSE = frozenset(
 )
 """Words before ``key`` or ``token``: ``pad_token`` and ``sort_key`` are no secrets."""
 
+_REFERRING = frozenset(("image_pull_secrets", "env_from_secrets"))
+"""Knobs that hold names of secrets of a cluster, and no secret."""
+
 _REFERENCE = re.compile(r"\$\{.*\}", re.DOTALL)
 _IN_A_URL = (
     (re.compile(r"\b([a-zA-Z][\w+.-]*://[^/\s:@\"']*):[^/\s@\"']+@"), rf"\1:{MASK}@"),
@@ -49,6 +52,8 @@ def is_secret(name: str) -> bool:
     """Whether a value of that name is a secret."""
     words = [word.lower() for word in _WORDS.findall(name)]
     joined = "_".join(words)
+    if joined in _REFERRING:
+        return False
     if _ALWAYS & {*words} or joined in _WHOLE or "access_key" in joined or "api_key" in joined:
         return True
     if not words or words[-1] not in ("key", "token"):

@@ -230,6 +230,7 @@ LAUNCHERS = PluginKind(
     "launcher",
     {
         "inline": "torsh_trainer.launchers.inline:Inline",
+        "kubernetes": "torsh_trainer.launchers.kubernetes.launcher:KubernetesLauncher",
         "local": "torsh_trainer.launchers.local:Local",
         "lsf": "torsh_trainer.launchers.lsf:LsfLauncher",
         "mpirun": "torsh_trainer.launchers.mpirun:MpirunLauncher",

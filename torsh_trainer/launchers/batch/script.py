@@ -13,8 +13,10 @@ _UNSHARED = (
 )
 
 
-def begin_script(request: JobRequest) -> list[str]:
+def begin_script(request: JobRequest, *, begun: str = BEGUN) -> list[str]:
     """The lines up to the start of the processes, for bash; every value is quoted as one word.
+
+    ``begun`` is the mark that this script has run before, and may hold variables.
 
     Afterwards ``run`` is the run's folder, and ``again`` the words that tell a run that its job has
     been begun before. Signals wait until the processes have ended.
@@ -32,6 +34,6 @@ def begin_script(request: JobRequest) -> list[str]:
         # Places are the scheduler's: what the shell of whoever submitted held would lead elsewhere.
         "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR",
         "again=()",
-        f"if [[ -e $run/{FOLDER}/{BEGUN} ]]; then again=(--again); fi",
-        f'touch "$run/{FOLDER}/{BEGUN}"',
+        f"if [[ -e $run/{FOLDER}/{begun} ]]; then again=(--again); fi",
+        f'touch "$run/{FOLDER}/{begun}"',
     ]
