@@ -144,6 +144,11 @@ def test_a_bad_configuration_ends_the_job_and_no_pod_is_begun_again(kube, door, 
     answer = door("jobs", "wait", "run")
     assert "is failed (exit code 2): vars.odd=1 is odd; make it even" in answer.out
     assert answer.code == 2
+    name = name_of(home / "run")
+    reasons = {one["reason"] for one in kube.get("job", name)["status"]["conditions"]}
+    assert reasons == {"PodFailurePolicy"}
+    second = f"--selector=job-name={name},batch.kubernetes.io/job-completion-index=1"
+    assert len(kube.get("pods", second)["items"]) == 1
 
 
 @pytest.mark.exhaustive

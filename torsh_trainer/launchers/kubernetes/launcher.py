@@ -33,14 +33,14 @@ class KubernetesLauncher(SubmitLauncher):
     """Submits the run by kubectl, as an Indexed Job of ``nodes`` pods and a headless service.
 
     ``ntasks_per_node`` auto is ``gpus_per_node``, else 1. ``volumes`` are
-    ``KIND:SOURCE:PATH[:ro]`` with KIND pvc, nfs, host or secret; one has to cover the run's folder, under the path that it
-    has here. ``env`` are NAME=VALUE, ``env_from_secrets`` NAME=SECRET/KEY, ``labels`` and
-    ``node_selector`` KEY=VALUE, ``tolerations`` ``KEY[=VALUE][:EFFECT]``,
-    ``resources`` VENDOR/NAME=N.
-    ``backoff_limit`` is how many failed pods are begun again; those that are preempted do not
-    count, and exit code 2 ends the job. ``grace_s`` is the time to save after SIGTERM, ``ttl_s``
-    how long an ended job is kept, ``deadline_s`` how long it may run. ``working_dir`` is where the
-    code lies in the image; None is this folder. What is None is left to the cluster.
+    ``KIND:SOURCE:PATH[:ro]`` with KIND pvc, nfs, host or secret; one has to cover the run's folder,
+    under the path that it has here. ``env`` are NAME=VALUE, ``env_from_secrets`` NAME=SECRET/KEY,
+    ``labels`` and ``node_selector`` KEY=VALUE, ``tolerations`` ``KEY[=VALUE][:EFFECT]``,
+    ``resources`` VENDOR/NAME=N. ``backoff_limit`` is how many failed pods are begun again; those
+    that are preempted do not count, and exit code 2 ends the job. ``grace_s`` is the time to save
+    after SIGTERM, ``ttl_s`` how long an ended job is kept, ``deadline_s`` how long it may run.
+    ``working_dir`` is where the code lies in the image; None is this folder. What is None is left
+    to the cluster.
 
     Raises:
         ConfigError: a knob makes no sense.
