@@ -93,6 +93,7 @@ def test_a_pod_of_two_processes_is_preempted_and_goes_on_bit_for_bit(
     kube, door, home, local_losses
 ):
     more = ("launcher.ntasks_per_node=2", "launcher.backoff_limit=0", HELD)
+    more += ("checkpoint.resume=never",)  # holds for the first attempt alone
     assert door(*words(home, *more)).code == 0
     wait_for(home / "held")
     (pod,) = kube.get("pods", f"--selector=job-name={name_of(home / 'run')}")["items"]
