@@ -94,6 +94,7 @@ def test_a_pod_of_two_processes_is_preempted_and_goes_on_bit_for_bit(
     kube, door, home, local_losses
 ):
     more = ("launcher.ntasks_per_node=2", "launcher.backoff_limit=0", HELD)
+    more += ("checkpoint.resume=never",)  # holds for the first attempt alone
     assert door(*words(home, *more)).code == 0
     wait_for(home / "held")
     (pod,) = kube.get("pods", f"--selector=job-name={name_of(home / 'run')}")["items"]
@@ -145,6 +146,11 @@ def test_a_bad_configuration_ends_the_job_and_no_pod_is_begun_again(kube, door, 
     answer = door("jobs", "wait", "run")
     assert "is failed (exit code 2): vars.odd=1 is odd; make it even" in answer.out
     assert answer.code == 2
+    name = name_of(home / "run")
+    reasons = {one["reason"] for one in kube.get("job", name)["status"]["conditions"]}
+    assert reasons == {"PodFailurePolicy"}
+    second = f"--selector=job-name={name},batch.kubernetes.io/job-completion-index=1"
+    assert len(kube.get("pods", second)["items"]) == 1
 
 
 @pytest.mark.exhaustive
