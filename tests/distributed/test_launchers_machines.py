@@ -459,6 +459,22 @@ def train(lab: Lab, folder: Path, *words: str) -> LabProcess:
     )
 
 
+WAITING = """\
+import time
+from pathlib import Path
+
+from torsh_trainer.callbacks.base import Callback
+
+
+class Waiting(Callback):
+    \"\"\"Steps beyond the 40th take their time, until the test lets them go.\"\"\"
+
+    def on_step(self, report):
+        if report.step > 40 and not Path("go").exists():
+            time.sleep(0.2)
+"""
+
+
 def losses(run: Path) -> dict[int, float]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {row["step"]: row["loss"] for row in rows if row["split"] == "train"}
@@ -467,8 +483,13 @@ def losses(run: Path) -> dict[int, float]:
 def test_two_machines_train_as_one_does_stop_on_ctrl_c_and_go_on(lab, tmp_path):
     over = [
         *("launcher=ssh", "launcher.hosts=[lab1,lab2]", f"launcher.ssh_config={lab.ssh_config}"),
-        *("hydra.run.dir=far", "checkpoint.every_steps=40"),
+        *(
+            "hydra.run.dir=far",
+            "checkpoint.every_steps=40",
+            "+callbacks.waiting._target_=held.Waiting",
+        ),
     ]
+    (tmp_path / "held.py").write_text(WAITING)
     first = train(lab, tmp_path, *over)
     while not (tmp_path / "far/checkpoints/step-00000040").exists():
         assert first.is_running(), first.end()
@@ -479,6 +500,7 @@ def test_two_machines_train_as_one_does_stop_on_ctrl_c_and_go_on(lab, tmp_path):
     assert code == 130, out + err
     stopped = max(losses(tmp_path / "far"))
     assert stopped < 100, "it was over before it was interrupted"
+    (tmp_path / "go").touch()
     code, out, err = train(lab, tmp_path, *over).end()
     assert code == 0, out + err
     near = train(lab, tmp_path, "launcher.num_processes=2", "hydra.run.dir=near")
