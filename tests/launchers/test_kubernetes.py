@@ -182,7 +182,7 @@ def waiting(kube, door, home) -> str:
     return name_of(home / "run")
 
 
-def told(door: Door) -> str:
+def read_status(door: Door) -> str:
     return door("jobs", "status", "run").out.partition(" is ")[2].strip()
 
 
@@ -201,14 +201,14 @@ def warn(kube: KubeLab, kind: str, name: str, **event: str) -> None:
 
 
 def test_why_a_job_waits_is_told_in_words(kube, door, home, waiting):
-    assert told(door) == "queued: its pods are not made yet"
+    assert read_status(door) == "queued: its pods are not made yet"
     message = 'pods "x-0-a" is forbidden: exceeded quota: few, requested: pods=1, limited: pods=0'
     warn(kube, "Job", waiting, reason="FailedCreate", message=message)
-    assert told(door) == f"queued: a quota of the namespace is used up: {message}"
+    assert read_status(door) == f"queued: a quota of the namespace is used up: {message}"
     unfit = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     where = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}
     pod = kube.make_pod(waiting, 0, phase="Pending", conditions=[{**where, "message": unfit}])
-    assert told(door) == f"queued: no node fits: {unfit} (Unschedulable)"
+    assert read_status(door) == f"queued: no node fits: {unfit} (Unschedulable)"
     kube.write_status("pod", pod, {"conditions": [{**where, "status": "True"}]})
     for reason, words in (
         ("ImagePullBackOff", "its image cannot be pulled (launcher.image, image_pull_secrets)"),
@@ -216,17 +216,17 @@ def test_why_a_job_waits_is_told_in_words(kube, door, home, waiting):
         ("Strange", "it waits"),
     ):
         kube.write_status("pod", pod, container(waiting={"reason": reason, "message": "so"}))
-        assert told(door).startswith(f"queued: pod {pod}: {words}")
-        assert told(door).endswith(f": so ({reason})")
+        assert read_status(door).startswith(f"queued: pod {pod}: {words}")
+        assert read_status(door).endswith(f": so ({reason})")
     kube.write_status("pod", pod, container(waiting={"reason": "ContainerCreating"}))
     warn(kube, "Pod", pod, reason="FailedMount", message="mount.nfs: access denied")
-    assert told(door).endswith(": mount.nfs: access denied (ContainerCreating)")
+    assert read_status(door).endswith(": mount.nfs: access denied (ContainerCreating)")
     kube.write_status("pod", pod, {"phase": "Running", **container(running={})})
-    assert told(door) == f"queued: a quota of the namespace is used up: {message}"  # the other one
+    assert read_status(door) == f"queued: a quota of the namespace is used up: {message}"
     kube.make_pod(waiting, 1, phase="Running")
-    assert told(door) == "running"
+    assert read_status(door) == "running"
     kube.run("patch", "job", waiting, "--type=merge", '--patch={"spec":{"suspend":true}}')
-    assert told(door) == "queued: it is suspended, by a queue such as Kueue or by hand"
+    assert read_status(door) == "queued: it is suspended, by a queue such as Kueue or by hand"
 
 
 def fail_job(kube: KubeLab, name: str, reason: str, message: str = "") -> None:
@@ -242,7 +242,7 @@ def test_the_pod_that_failed_is_told_with_its_last_words(kube, door, home, waiti
     kube.make_pod(waiting, 1, phase="Failed", **container(terminated=other))
     pod = kube.make_pod(waiting, 0, phase="Failed", **container(terminated=one))
     fail_job(kube, waiting, "BackoffLimitExceeded")
-    assert told(door) == f"failed (exit code 1): pod {pod}: no data"
+    assert read_status(door) == f"failed (exit code 1): pod {pod}: no data"
     again = door("jobs", "wait", "run")
     assert again.code == 1
 
@@ -264,12 +264,12 @@ def test_the_pod_that_failed_is_told_with_its_last_words(kube, door, home, waiti
 def test_ends_without_words_are_explained(kube, door, home, waiting, state, words):
     kube.make_pod(waiting, 0, phase="Failed", **state)
     fail_job(kube, waiting, "BackoffLimitExceeded")
-    assert words in told(door)
+    assert words in read_status(door)
 
 
 def test_a_deadline_is_told(kube, door, home, waiting):
     fail_job(kube, waiting, "DeadlineExceeded", "Job was active longer than specified deadline")
-    assert told(door) == "failed (exit code 1): it reached launcher.deadline_s"
+    assert read_status(door) == "failed (exit code 1): it reached launcher.deadline_s"
 
 
 # -- what is refused -----------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from torsh_trainer.environments.mpi import ALLOCATIONS
 from torsh_trainer.environments.reading import is_set
 from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.hosts.names import JobHost, read_hostfile, read_hosts
-from torsh_trainer.launchers import hardware, job
-from torsh_trainer.launchers.base import LaunchContext, Launcher, print_explanation
+from torsh_trainer.hosts.names import JobHost
+from torsh_trainer.launchers import hardware
+from torsh_trainer.launchers.base import LaunchContext, print_explanation
 from torsh_trainer.launchers.loopback import confine
 from torsh_trainer.launchers.mpirun_program import (
     find_implementation,
@@ -28,20 +28,19 @@ from torsh_trainer.launchers.mpirun_program import (
     write_command,
 )
 from torsh_trainer.launchers.plan import JobRequest, LaunchPlan, PlannedFile
-from torsh_trainer.launchers.remote.agreeing import Terms, agree
+from torsh_trainer.launchers.remote.agreeing import agree
 from torsh_trainer.launchers.remote.by_socket import Reception, SocketConnection, open_reception
 from torsh_trainer.launchers.remote.calling import HOME, MODULE, TOKEN
 from torsh_trainer.launchers.remote.connection import ask_all, close_all
-from torsh_trainer.launchers.remote.exporting import check_names, find_exported
-from torsh_trainer.launchers.remote.knobs import check_job_knobs
-from torsh_trainer.launchers.remote.transport import AgentSeat, Shown, transport_over
+from torsh_trainer.launchers.remote.exporting import find_exported
+from torsh_trainer.launchers.remote.launcher import HostsLauncher
 
 _END_S = 10.0
 _SAID_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class MpirunLauncher(Launcher):
+class MpirunLauncher(HostsLauncher):
     """Starts processes by Open MPI's, MPICH's or Intel's mpirun, on this host or on others.
 
     Each is an MPI process from the start (``comm=mpi``, a library of the user's). Without ``hosts``
@@ -49,34 +48,19 @@ class MpirunLauncher(Launcher):
     ``num_processes`` auto is the sum of the slots, what the scheduler gave, or one per accelerator.
     ``processes_per_host`` is the same number on every host; None follows the slots. ``mpirun`` None
     is the one beside this Python, else on the PATH; ``mpirun_arguments`` come after ours.
-    The rest is as ``Ssh`` has it.
+    The rest is as ``HostsLauncher`` has it.
     """
 
     name = "mpirun"
 
     num_processes: int | Literal["auto"] = "auto"
-    hosts: tuple[str, ...] = ()
-    hostfile: Path | None = None
     processes_per_host: int | None = None
     mpirun: str | None = None
     mpirun_arguments: tuple[str, ...] = ()
     bind_to: str = "none"
-    python: str | None = None
-    folder: str | None = None
-    export: tuple[str, ...] = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*")
-    threads_per_process: int | Literal["auto"] = "auto"
-    address: str | None = None
-    port: int | None = None
-    startup_timeout_s: float = 120.0
-    grace_s: float = 25.0
-    silence_s: float = 12.0
-    output: Shown = "rank_zero"
-    dry_run: bool = False
-    explain: bool = False
 
     def __post_init__(self) -> None:
-        check_job_knobs(self, hosts_needed=False)
-        check_names(self.export)
+        self.check_knobs(hosts_needed=False)
         if self.num_processes != "auto" and self.processes_per_host is not None:
             raise ConfigError(
                 "launcher.num_processes and launcher.processes_per_host both say how many",
@@ -111,10 +95,8 @@ class MpirunLauncher(Launcher):
 
     def plan_launch(self, request: JobRequest, *, context: LaunchContext) -> LaunchPlan:
         """mpirun's command, and the file of hosts, whose folder is named when it starts."""
-        hosts, file = (
-            self._find_hosts(context),
-            Path(tempfile.gettempdir(), "torsh-mpirun", "hosts"),
-        )
+        hosts = self._find_hosts(context)
+        file = Path(tempfile.gettempdir(), "torsh-mpirun", "hosts")
         command = tuple(self._command(hosts, context, file))
         files = (PlannedFile(file, list_hosts(hosts)),) if str(file) in command else ()
         return LaunchPlan(files, (command,))
@@ -131,17 +113,7 @@ class MpirunLauncher(Launcher):
     # -- before anything is started --------------------------------------------------------------
 
     def _find_hosts(self, context: LaunchContext) -> tuple[JobHost, ...]:
-        found = context.found
-        if found is not None and (found.size > 1 or found.elastic):
-            raise ConfigError(
-                f"launcher=mpirun starts the processes itself, and {found.source} has already "
-                f"started this one as one of {found.size}",
-                fix="start this command once, outside of it; or leave launcher=local",
-            )
-        if self.hostfile is not None:
-            hosts = read_hostfile(self.hostfile.expanduser(), option="launcher.hostfile")
-        else:
-            hosts = read_hosts(self.hosts, option="launcher.hosts") if self.hosts else ()
+        hosts = self.read_named_hosts(context)
         if any("@" in host.name for host in hosts):
             raise ConfigError(
                 "launcher=mpirun: mpirun takes no users before hosts",
@@ -214,22 +186,13 @@ class MpirunLauncher(Launcher):
         leaders = {place.node_rank: agent for agent, place in reversed(agents)}
         first = [leaders[node] for node in sorted(leaders)]
         others = [agent for agent, _ in agents if agent not in first]
-        terms = Terms(self.folder, self.address, self.port, self.startup_timeout_s, self.silence_s)
-        agreed = agree(first, others, terms=terms, context=context)
-        worlds = tuple(_meet_at(place, agreed.meeting) for _, place in agents)
+        agreed = agree(first, others, terms=self.terms, context=context)
+        places = [(agent, _meet_at(place, agreed.meeting)) for agent, place in agents]
         if self.explain:
             meeting = agreed.meeting
-            words = f"has {len(worlds)} processes on {len(first)} hosts started by mpirun; they "
+            words = f"has {len(places)} processes on {len(first)} hosts started by mpirun; they "
             print_explanation(context, f"{words}meet at {meeting.address}:{meeting.port}")
-        threads = 0 if self.threads_per_process == "auto" else self.threads_per_process
-        seats = [
-            AgentSeat(agent, agreed.variables(place.node_rank, exported), threads)
-            for agent, place in agents
-        ]
-        workers = job.Workers(worlds, env=exported, threads=None, log_dir=context.log_dir)
-        limits = job.JobTimeouts(startup_s=self.startup_timeout_s, grace_s=self.grace_s)
-        transport = transport_over(seats, shown=self.output)
-        return job.run(entry, args, workers=workers, transport=transport, limits=limits)
+        return self.run_job(entry, args, places, agreed=agreed, exported=exported, context=context)
 
 
 def _is_allocated(env: Mapping[str, str]) -> bool:

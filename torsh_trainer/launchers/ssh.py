@@ -13,17 +13,16 @@ from typing import Any, Literal
 
 from torsh_trainer.environments.world import Rendezvous, World
 from torsh_trainer.errors import ConfigError, ResourceError
-from torsh_trainer.hosts.names import JobHost, read_hostfile, read_hosts
+from torsh_trainer.hosts.names import JobHost
 from torsh_trainer.hosts.ssh import SshWords
-from torsh_trainer.launchers import job
-from torsh_trainer.launchers.base import LaunchContext, Launcher, print_explanation
+from torsh_trainer.launchers.base import LaunchContext, print_explanation
 from torsh_trainer.launchers.plan import JobRequest, LaunchPlan
-from torsh_trainer.launchers.remote.agreeing import HostAgreement, Terms, agree
+from torsh_trainer.launchers.remote.agreeing import HostAgreement, agree
 from torsh_trainer.launchers.remote.by_ssh import AgentCommand, connect_all
 from torsh_trainer.launchers.remote.connection import AgentConnection, close_all
-from torsh_trainer.launchers.remote.exporting import check_names, find_exported
-from torsh_trainer.launchers.remote.knobs import check_job_knobs, check_ssh_option
-from torsh_trainer.launchers.remote.transport import AgentSeat, Shown, transport_over
+from torsh_trainer.launchers.remote.exporting import find_exported
+from torsh_trainer.launchers.remote.knobs import check_ssh_option
+from torsh_trainer.launchers.remote.launcher import HostsLauncher
 
 _OPTIONS = ("ControlPath=none", "RemoteCommand=none", "ClearAllForwardings=yes")
 _FURTHER = ("-T", "-x", *(word for option in _OPTIONS for word in ("-o", option)))
@@ -36,26 +35,17 @@ _JUMP = re.compile(r"(?:[\w.-]+@)?[A-Za-z0-9_][\w.:-]*(?:,(?:[\w.-]+@)?[A-Za-z0-
 
 
 @dataclass(frozen=True)
-class Ssh(Launcher):
-    """Starts processes on ``hosts`` (``a``, ``b:2`` with its slots), or on those of ``hostfile``.
+class Ssh(HostsLauncher):
+    """Starts processes on hosts by an agent on each, which OpenSSH's client reaches.
 
     ``processes_per_host`` auto takes the slots, else one per accelerator of the host, else one.
     ``user``, ``ssh_port``, ``identity_file``, ``jump_host``, ``ssh_config`` and ``ssh_options``
     (``Name=value`` of ``ssh_config``) are for OpenSSH's client, which checks keys of hosts as the
-    user's configuration says.
-    ``python`` None is this Python's path, ``folder`` None the current directory: where ranks work,
-    while code and runs stand at the paths that they have here. ``export`` names variables of this
-    process that the others get, by the connection and never in a command line. ``address`` None is
-    an address of the first host that the others reach; ``port`` None takes a free one.
-    ``silence_s`` is after how long without a word a host counts as lost. ``output`` all shows what
-    every rank prints, with its name before each line. ``dry_run`` prints what would be run on each
-    host, and runs nothing.
+    user's configuration says. The rest is as ``HostsLauncher`` has it.
     """
 
     name = "ssh"
 
-    hosts: tuple[str, ...] = ()
-    hostfile: Path | None = None
     processes_per_host: int | Literal["auto"] = "auto"
     user: str | None = None
     ssh_port: int | None = None
@@ -63,23 +53,10 @@ class Ssh(Launcher):
     jump_host: str | None = None
     ssh_config: Path | None = None
     ssh_options: tuple[str, ...] = ()
-    python: str | None = None
-    folder: str | None = None
     shared_folder: bool = True
-    export: tuple[str, ...] = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*")
-    threads_per_process: int | Literal["auto"] = "auto"
-    address: str | None = None
-    port: int | None = None
-    startup_timeout_s: float = 120.0
-    grace_s: float = 25.0
-    silence_s: float = 12.0
-    output: Shown = "rank_zero"
-    dry_run: bool = False
-    explain: bool = False
 
     def __post_init__(self) -> None:
-        check_job_knobs(self)
-        check_names(self.export)
+        self.check_knobs(hosts_needed=True)
         for option in self.ssh_options:
             check_ssh_option(option)
         for name, value, form in (("user", self.user, _USER), ("jump_host", self.jump_host, _JUMP)):
@@ -108,7 +85,7 @@ class Ssh(Launcher):
             ConfigError: hosts, versions, code or folders do not fit; each is named.
             ResourceError: a host is not reached, or lost.
         """
-        hosts = self._find_hosts(context)
+        hosts = self.read_named_hosts(context)
         command = self._command(context)
         if shutil.which("ssh") is None:
             raise ResourceError(
@@ -119,27 +96,20 @@ class Ssh(Launcher):
             placed = self._meet(hosts, connections, context)
             if self.explain:
                 print_explanation(context, _plan_words(placed.worlds, hosts))
-            workers = job.Workers(
-                worlds=placed.worlds, env=exported, threads=None, log_dir=context.log_dir
+            places = [(connections[world.node_rank], world) for world in placed.worlds]
+            return self.run_job(
+                entry, args, places, agreed=placed.agreed, exported=exported, context=context
             )
-            threads = 0 if self.threads_per_process == "auto" else self.threads_per_process
-            seats = [
-                AgentSeat(connections[node], placed.agreed.variables(node, exported), threads)
-                for node in (world.node_rank for world in placed.worlds)
-            ]
-            transport = transport_over(seats, shown=self.output)
-            limits = job.JobTimeouts(startup_s=self.startup_timeout_s, grace_s=self.grace_s)
-            return job.run(entry, args, workers=workers, transport=transport, limits=limits)
 
     def plan_launch(self, request: JobRequest, *, context: LaunchContext) -> LaunchPlan:
         """ssh's command for each host; which processes there are the agents are told later."""
         command = self._command(context)
         return LaunchPlan(
-            commands=tuple(tuple(command.argv(h.name)) for h in self._find_hosts(context))
+            commands=tuple(tuple(command.argv(h.name)) for h in self.read_named_hosts(context))
         )
 
     def size(self, context: LaunchContext) -> int:
-        hosts = self._find_hosts(context)
+        hosts = self.read_named_hosts(context)
         counts = [self._count(host) for host in hosts]
         if None in counts:
             raise ConfigError(
@@ -150,18 +120,6 @@ class Ssh(Launcher):
         return sum(count for count in counts if count is not None)
 
     # -- before anything is started --------------------------------------------------------------
-
-    def _find_hosts(self, context: LaunchContext) -> tuple[JobHost, ...]:
-        found = context.found
-        if found is not None and (found.size > 1 or found.elastic):
-            raise ConfigError(
-                f"launcher=ssh starts the processes itself, and {found.source} has already started "
-                f"this one as one of {found.size}",
-                fix="start this command once, outside of it; or leave launcher=local",
-            )
-        if self.hostfile is not None:
-            return read_hostfile(self.hostfile.expanduser(), option="launcher.hostfile")
-        return read_hosts(self.hosts, option="launcher.hosts")
 
     def _count(self, host: JobHost) -> int | None:
         return host.slots if self.processes_per_host == "auto" else self.processes_per_host
@@ -207,8 +165,7 @@ class Ssh(Launcher):
         context: LaunchContext,
     ) -> PlacedJob:
         """Checks what the hosts have in common, and gives every process its place."""
-        terms = Terms(self.folder, self.address, self.port, self.startup_timeout_s, self.silence_s)
-        agreed = agree(connections, (), terms=terms, context=context)
+        agreed = agree(connections, (), terms=self.terms, context=context)
         counts = self._ask_counts(hosts, connections)
         return PlacedJob(place_ranks(counts, agreed.meeting, source=self.name), agreed)
 

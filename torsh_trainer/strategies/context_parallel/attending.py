@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ def read_call(
     return AttentionCall(query, key, value, attn_mask, is_causal, scale, enable_gqa)
 
 
-class InsteadOfAttention(TorchFunctionMode):
+class InsteadOfAttention(TorchFunctionMode, abc.ABC):
     """Within, every attention is ``attend``'s.
 
     A mode sees every call but those within functions of torch that it has seen itself, as that of
@@ -83,13 +84,13 @@ class InsteadOfAttention(TorchFunctionMode):
     def _replace(self, *args: Any, **kwargs: Any) -> Any:
         return (self.attend if self._depth else SCALED_DOT_PRODUCT)(*args, **kwargs)
 
+    @abc.abstractmethod
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """In the place of ``F.scaled_dot_product_attention``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """In the place of ``func``, any other function of torch."""
-        raise NotImplementedError
 
 
 class Attending(InsteadOfAttention):
