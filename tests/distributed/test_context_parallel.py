@@ -40,7 +40,7 @@ from torsh_trainer.strategies.parallel import Parallel
 from torsh_trainer.strategies.single import Single
 from torsh_trainer.tasks.base import Task
 from torsh_trainer.testing.ranks import RankFailure, shared_pool
-from torsh_trainer.testing.whole_runs import run_on_rank
+from torsh_trainer.testing.whole_runs import run_in_turn, run_on_rank
 
 CP = MeshOptions(cp=2)
 GATHER, RING, HEADS = (Parallel(context_exchange=kind) for kind in ("gather", "ring", "alltoall"))
@@ -185,8 +185,7 @@ def test_a_run_goes_on_on_another_mesh(
     there = (ranks, trainer(ADAMW, strategy, mesh))
     here = (4, trainer(ADAMW, GATHER, MeshOptions(cp=2)))
     first, second = (here, there) if goes_to else (there, here)
-    shared_pool(first[0]).run(run_on_rank, first[1], tmp_path, 2)
-    for outcome in shared_pool(second[0]).run(run_on_rank, second[1], tmp_path):
+    for outcome in run_in_turn(first, second, tmp_path, until=2):
         check(outcome, ADAMW, first=3)
 
 

@@ -44,7 +44,7 @@ from torsh_trainer.tasks.models import GPT
 from torsh_trainer.testing.compare import U32
 from torsh_trainer.testing.ranks import RankFailure, shared_pool
 from torsh_trainer.testing.state import whole_state
-from torsh_trainer.testing.whole_runs import RunOutcome, run_on_rank
+from torsh_trainer.testing.whole_runs import RunOutcome, run_in_turn, run_on_rank
 from torsh_trainer.training.trainer import Trainer
 
 WORDS, LENGTH, STEPS, BATCH, MICRO = 20, 6, 4, 8, 4
@@ -273,8 +273,7 @@ def test_a_run_goes_on_on_another_mesh(
     there = (ranks, trainer(kind, strategy, mesh))
     here = (2, trainer(kind, Parallel(), PP))
     first, second = (here, there) if goes_to else (there, here)
-    shared_pool(first[0]).run(run_on_rank, first[1], tmp_path, 2)
-    for outcome in shared_pool(second[0]).run(run_on_rank, second[1], tmp_path):
+    for outcome in run_in_turn(first, second, tmp_path, until=2):
         check(outcome, kind, first=3)
 
 

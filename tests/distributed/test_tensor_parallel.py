@@ -48,7 +48,7 @@ from torsh_trainer.strategies.tensor_parallel.agreeing import WholeAlike
 from torsh_trainer.tasks.base import Task
 from torsh_trainer.tasks.models import GPT, MLP
 from torsh_trainer.testing.ranks import shared_pool
-from torsh_trainer.testing.whole_runs import run_on_rank
+from torsh_trainer.testing.whole_runs import run_in_turn, run_on_rank
 
 MESHES: dict[str, tuple[int, MeshOptions]] = {
     "tp=2": (2, MeshOptions(tp=2)),
@@ -92,8 +92,7 @@ def test_a_run_goes_on_on_another_mesh(
     there = (ranks, trainer(ADAMW, strategy, mesh))
     here = (4, trainer(ADAMW, Parallel(), MeshOptions(tp=2)))
     first, second = (here, there) if goes_to else (there, here)
-    shared_pool(first[0]).run(run_saving_async, first[1], tmp_path, 2)
-    for outcome in shared_pool(second[0]).run(run_saving_async, second[1], tmp_path):
+    for outcome in run_in_turn(first, second, tmp_path, until=2, run=run_saving_async):
         check(outcome, ADAMW, first=3)
 
 

@@ -18,6 +18,7 @@ from torsh_trainer.comm.local import LocalCommunicator
 from torsh_trainer.strategies.base import Strategy
 from torsh_trainer.strategies.dividing import divide
 from torsh_trainer.testing.compare import U32
+from torsh_trainer.testing.ranks import shared_pool
 from torsh_trainer.testing.state import whole_state
 from torsh_trainer.training.rank_run import RankRun
 from torsh_trainer.training.run_parts import RunParts
@@ -129,3 +130,17 @@ def run_on_rank(
     comm.barrier()
     outputs = torch.load(folder / "predictions.pt")
     return RunOutcome(numbers.losses, numbers.norms, numbers.metrics, state["model"], outputs)
+
+
+def run_in_turn(
+    first: tuple[int, Trainer],
+    second: tuple[int, Trainer],
+    folder: Path,
+    *,
+    until: int,
+    run: Callable[..., RunOutcome] = run_on_rank,
+) -> list[RunOutcome]:
+    """Runs ``first`` up to step ``until``, and ``second`` on from there: each with its number of
+    ranks. What the ranks of ``second`` came to."""
+    shared_pool(first[0]).run(run, first[1], folder, until)
+    return shared_pool(second[0]).run(run, second[1], folder)
